@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from answer_runs import EVIDENCE, flat
 from anybatch.doctor.rules import answered
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import LossCall, Printed, Probed
 from anybatch.records.runs import Run
-from number_runs import Training, falling
+from number_runs import Training, call, falling
 from source_tree import ROOT
 
 Row = dict[str, Any]
@@ -29,6 +30,11 @@ def rows(code: str) -> list[Row]:
     return [table | row for row in table.get("answers", [{}])]
 
 
+def guessed(loss: Any, step: int) -> list[LossCall]:
+    """The loss of a step beside that of a guess."""
+    return [call(guess=2.3, value=loss(step))]
+
+
 def runs(row: Row) -> Iterator[tuple[Run, Probed]]:
     """Runs of which a row may be said: with what it names, and with what it has to see beside that."""
     seen = {name: one[0] if isinstance(one, list) else one for name, one in row.get("seen", {}).items()}
@@ -42,10 +48,12 @@ def runs(row: Row) -> Iterator[tuple[Run, Probed]]:
         {"keeps": "highest"},
         {"boxes": False},
     )
-    for beside, detail, loss in product(others, ("", "a table", "one row"), (falling, flat)):
+    said = Printed(label="val acc", steps=(60,), values=(0.1,), file="train.py", line=9)
+    for beside, detail, loss, printed in product(others, ("", "a table", "one row"), (falling, flat), ((), (said,))):
         evidence = own | {name: one for name, one in beside.items() if name in own} | seen
         one = Probed(probe=row["to"], answer=answer, evidence=evidence, detail=detail, file="train.py", line=7)
-        run = Training(loss=loss, after=(one,)).run()
+        every = partial(guessed, loss) if printed else lambda step: ()
+        run = Training(loss=loss, every=every, after=(*printed, one)).run()
         yield run, next(run.of(Probed))
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from anybatch.records.lossfacts import Probed, Walk
+from anybatch.doctor.diagnosing import diagnose
+from anybatch.records.events import Ended, Forward
+from anybatch.records.lossfacts import Evaluated, Probed, Walk
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import ModuleFacts
-from number_runs import Training, call, fires, found, silent
+from number_runs import Training, call, falling, fires, found, silent
 from rule_runs import RunBuilder, findings
 
 REGRESSION: dict[str, Any] = {"low": 0.0, "high": 2.0, "target_mean": 0.0, "target_std": 1.0}
@@ -136,9 +138,28 @@ def test_bn_momentum_fires_where_an_evaluation_uses_what_was_there_at_the_start(
         built.forward(training=True, trained=1, evaluated=0)
     assert not findings(built, "BN_MOMENTUM")
     built.forward(training=False, trained=0, evaluated=1, grad=False)
+    assert not findings(built, "BN_MOMENTUM"), "the training may go on"
+    built.add(Ended())
     (one,) = findings(built, "BN_MOMENTUM")
     assert (one.severity, one.fix) == ("error", "model.norm.momentum = 0.1")
     assert "96%" in one.message
+
+
+@pytest.mark.parametrize(("value", "severity"), [(0.1, "info"), (2.0, "warning")])
+def test_bn_momentum_fires_where_the_evaluation_is_far_worse(value: float, severity: str) -> None:
+    norm = ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", options={"momentum": 0.99})
+
+    class Normed(Training):
+        def _tables(self) -> Any:
+            tables = super()._tables()
+            root: Any = tables[1]
+            return [tables[0], dataclasses.replace(root, modules=(*root.modules, norm)), *tables[2:]]
+
+    last = Evaluated(function="cross_entropy", value=value, items=200, guess=2.3)
+    trained = Forward(root=0, rows=32, trained=1)
+    every = lambda step: [trained, call(guess=2.3, value=falling(step))]  # noqa: E731
+    found = diagnose(Normed(every=every, steps=200, after=(last,)).run())
+    assert [one.severity for one in found if one.name == "BN_MOMENTUM"] == [severity]
 
 
 def test_bn_momentum_is_quiet() -> None:

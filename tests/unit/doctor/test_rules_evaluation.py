@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.records.lossfacts import Evaluated
+from anybatch.records.lossfacts import Evaluated, Printed
 from anybatch.records.runs import Run
 from number_runs import Training, call, fires, quiet
 
@@ -32,6 +32,20 @@ def test_labels_renumbered_fires_and_says_what_the_labels_mean() -> None:
 )
 def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str, Any]) -> None:
     quiet(evaluated(**values), "LABELS_RENUMBERED")
+
+
+@pytest.mark.parametrize("label", ["Validation Dice Coeff", "val_iou", "test accuracy"])
+def test_evaluation_inputs_fires_on_a_share_below_zero(label: str) -> None:
+    one = Printed(label=label, steps=(30, 60), values=(-2.1, -0.4), file="train.py", line=30)
+    assert f'prints "{label}" -0.4' in fires(Training(after=(one,)).run(), "EVALUATION_INPUTS", "warning").message
+
+
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [("val dice", 0.8), ("val dice loss", -0.8), ("dice", -0.8), ("val neg dice", -0.8), ("val r2", -0.8)],
+)
+def test_evaluation_inputs_is_quiet_on_shares_and_losses(label: str, value: float) -> None:
+    quiet(Training(after=(Printed(label=label, steps=(60,), values=(value,), line=30),)).run(), "EVALUATION_INPUTS")
 
 
 def scaled(scales: tuple[float, ...], mean: float = 0.0, std: float = 1.0, items: int = 1) -> Run:

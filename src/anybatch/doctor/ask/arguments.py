@@ -24,7 +24,8 @@ _ORDER = {
 _TWICE = 2
 _RARE = 3.0  # times as many targets of one class as of another
 _HEAVY = 2.0  # times the weight of another class
-_ENOUGH = 32  # targets
+_ENOUGH = 32  # targets, and entries of an input
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose")
 _ALIKE = 0.9  # a correlation
 _LENGTHS = frozenset({"pow", "square", "abs", "norm"})
 _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are drawn from an interval
@@ -75,6 +76,28 @@ def far_ahead(step: Step) -> Iterator[Probed]:
     if found and min(shift for shift, _ in found) >= _TWICE:
         shift, operation = found[0]
         yield said(operation, op=operation.name, shift=shift)
+
+
+@asks("one number", of_rows=False)
+def one_number(step: Step) -> Iterator[Probed]:
+    """Whether a layer is given one and the same number by the script, wherever it is used and in each step."""
+    layers: dict[Slot, list[Operation]] = {}
+    for one in step.used():
+        if one.name.startswith(_LAYERS) and len(one.given) > 1 and one.given[1] in step.parameters:
+            layers.setdefault(one.given[1], []).append(one)
+    before = step.kept.earlier.get(step.optimizer)
+    earlier = [_only(one) for one in before.leaves.values()] if before is not None else []
+    for uses in layers.values():
+        given = [_only(step.leaves[one.given[0]]) if one.given[0] in step.inputs else None for one in uses]
+        if given[0] is not None and len({*given}) == 1 and given[0] in earlier:
+            yield said(uses[0], value=given[0][-1], op=uses[0].name)
+
+
+def _only(one: torch.Tensor) -> tuple[int | float, ...] | None:
+    """The shape of a batch of real numbers without its rows, and the number that each of them is, if that is one."""
+    if one.dim() < 2 or one.numel() < _ENOUGH or not one.is_floating_point() or bool((one != one.flatten()[0]).any()):
+        return None
+    return *one.shape[1:], float(one.flatten()[0])
 
 
 @asks("class weights")

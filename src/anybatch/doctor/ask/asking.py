@@ -40,7 +40,7 @@ from anybatch.records.runs import Run
 OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
     source.about_terms,
-    source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states,
+    source.about_lists, source.about_orders, source.about_methods, schedules.about_plateaus, schedules.about_own_states,
     functions.about_functions, batches.about_padding, batches.about_several, batches.about_given,
     batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates,
     batches.about_columns, batches.about_copied, batches.about_mirrored, batches.about_tokens,

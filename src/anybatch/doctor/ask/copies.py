@@ -11,8 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 
 from anybatch.doctor.ask.keeping import Kept, State
+from anybatch.doctor.ask.steps import replayed
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
+from anybatch.records.events import Loaded
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
@@ -197,9 +199,13 @@ def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[s
         math.dist(*([each[name][1] for name in sorted(names)] for each in (one.last, online.values)))
         for one in (state, online)
     )
-    losses = [_loss_of(kept, one, online.root) for one in (state, online)] if 0 < went < _HALFWAY * whole else []
+    if not 0 < went < _HALFWAY * whole:
+        return {}
+    losses = [_loss_of(kept, one, online.root) for one in (state, online)]
     values = [one.value for one in run.of(LossCall) if one.root == online.root and one.value is not None]
-    if not values or len(losses) < 2 or not max(2 * losses[1], values[0] / 2) < losses[0] < math.inf:
+    if not values or any(map(math.isnan, losses)):
+        losses, values = _losses_of_step(kept, state, online)
+    if not values or not max(2 * losses[1], values[0] / 2) < losses[0] < math.inf:
         return {}
     return {"way": went / whole, "loss": losses[0], "online_loss": losses[1]}
 
@@ -216,6 +222,32 @@ def _loss_of(kept: Kept, state: State, root: int) -> float:
         if len(made) == 1:
             return float(getattr(F, name)(made[0], **options).mean())
     return math.nan
+
+
+def _losses_of_step(kept: Kept, state: State, online: State) -> tuple[list[float], list[float]]:
+    """The loss of the last step that was written down of a net with a copy's weights and its own, and its first ones.
+
+    For a loss that is no function of torch.
+    """
+    names = {id(one): name for name, one in _parameters(online).items()}
+    own = {name: one.detach().clone().requires_grad_() for name, one in _parameters(state).items()}
+    for tape in kept.tapes.values():
+        held = {slot: own[names[id(one)]] for slot, one in tape.parameters.items() if names.get(id(one)) in own}
+        if held and tape.losses:
+            runs = [replayed(tape, tape.losses[-1], held=each) for each in (held, {}, kept.first_of(tape))]
+            found = [float(each.values[tape.losses[-1].slot].detach().sum()) for each in runs]
+            return found[:2], found[2:]
+    return [], []
+
+
+def _trained_as(kept: Kept, run: Run, root: int) -> int:
+    """A root, or the one that was trained, where it is a new net that was only given a whole state in the end."""
+    state = next((one for one in kept.states.values() if one.root == root and not one.name), None)
+    loads = any(one.into == "module" and one.matched == one.of > 0 for one in run.of(Loaded))
+    if state is None or state.modes != {False} or (root, True) in kept.given or not loads or _learns(kept, state):
+        return root
+    trained = (one for one in kept.states.values() if True in one.modes and one.steps < state.steps == run.steps)
+    return next((one.root for one in trained if not one.name and _alike(one, state)), root)
 
 
 def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:
@@ -272,7 +304,7 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         if state.again:
             yield told("drawn again", root=state.root, answer="yes", calls=state.again)
     for (root, training), given in kept.given.items():
-        trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
+        trained = [one for one in kept.given.get((_trained_as(kept, run, root), True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
         alike = [one for one in trained if one.same or not (one.std or one.symbols)]
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):

@@ -287,6 +287,42 @@ def flat_derivative(step: Step) -> Iterator[Probed]:
         derived |= set(one.outs)
 
 
+@asks("mixed derivative", of_rows=False)
+def mixed_derivative(step: Step) -> Iterator[Probed]:
+    """Whether all columns of a derivative by an input are derived at once by it, so that mixed ones are added."""
+    derived: dict[Slot, Slot] = {}
+    for one in step.used("grad"):
+        of, by = (list(slots(each)) for each in one.args[:2])
+        for slot, out in zip(by, one.outs, strict=False):
+            whole = of[0] if of[0] in derived else next((each.given[0] for each in itertools.islice(step.path(of[0]), 1)
+                                                         if each.kind == "sum"), of[0])  # fmt: skip
+            first, given = step.values[whole], step.values[slot]
+            weights = [step.values[each] for each in slots(one.kwargs.get("grad_outputs"))]
+            is_whole = len(of) == 1 and derived.get(whole) == slot and all(bool((each == 1).all()) for each in weights)
+            if is_whole and first.shape == given.shape and given.dim() == 2 and given.shape[1] > 1:
+                made, own = step.values[out].detach(), torch.stack([
+                    torch.autograd.grad(column.sum(), given, retain_graph=True)[0][:, at]
+                    for at, column in enumerate(first.unbind(1))
+                ], 1)  # fmt: skip
+                if float((made - own).abs().max()) > _OFF * float(made.abs().max()):
+                    yield said(one, columns=given.shape[1])
+            derived[out] = slot
+
+
+@asks("norm of places")
+def norm_of_places(step: Step) -> Iterator[Probed]:
+    """Whether a norm of a derivative by pictures is taken over their channels alone, and drawn to a number."""
+    derived = {out for one in step.used("grad") for out in one.outs}
+    is_of_pictures = any(one.name == "conv2d" and step.values[one.given[1]].shape[-1] > 1 for one in step.used())
+    for one in step.used("norm", "linalg_vector_norm", "linalg_norm") if is_of_pictures else ():
+        given, made = (step.values[slot] for slot in (one.given[0], one.outs[0]))
+        later = [each for each in step.used("sub", "rsub") if each.given == [*one.outs]]
+        if one.given[0] in derived and given.dim() == 4 and len(given) == step.rows and later and made.dim() > 1:
+            numbers = made.numel() // step.rows
+            if numbers > 1:
+                yield said(one, op=one.name, shape=list(given.shape), numbers=numbers)
+
+
 def _is_flat(values: torch.Tensor) -> bool:
     return len(values) > 1 and not bool(values.detach().any())
 

@@ -45,6 +45,9 @@ _NEXT_TO_NOTHING = 1e-6
 _ALIKE = 0.95
 """The cosine of rows that have become alike."""
 
+_ALIKE_AS = 1e-3
+"""How far rows differ that hardly do, as a share of how far those do that they meet."""
+
 _PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1_loss", "pairwise_distance")
 """Operations that compare, entry by entry, what two inputs become."""
 
@@ -56,6 +59,7 @@ _LINEAR = 1e-3
 
 _ADDED = "what the parameters do not make is only added"
 _WEIGHED = "the loss is a sum of rows, each times a number of either sign"
+_HARDLY = "what derivatives stand beside hardly differs from row to row"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = DISTANCES | OF_CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 
@@ -122,7 +126,19 @@ def related(step: Step) -> Iterator[Probed]:
                   and not told_apart & set(step.operations[one.index].given)
                   and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
+    if answer == "no" and derived and all(_hardly_differs(step, one) for one in found):
+        yield said(step.operations[where.index], answer="unknown", detail=_HARDLY, **evidence)
     yield said(step.operations[where.index], answer=answer, **evidence)
+
+
+def _hardly_differs(step: Step, where: Meeting) -> bool:
+    """Whether rows are far more alike than those that they meet, as at the border of an equation."""
+    met = [step.values[one].detach() for one in step.operations[where.index].given if one != where.slot]
+    own, others = (
+        [float((one - one[:1]).abs().max()) for one in each if one.dim() and one.numel() and one.is_floating_point()]
+        for each in ([step.values[where.slot].detach()], met)
+    )
+    return bool(own and others) and own[0] < _ALIKE_AS * max(others)
 
 
 def weighs(step: Step, where: Meeting) -> bool:

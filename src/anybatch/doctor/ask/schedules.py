@@ -13,7 +13,7 @@ from typing import Any
 from anybatch.doctor.ask.keeping import Kept, Plateau
 from anybatch.doctor.ask.source import scripts, tree_of
 from anybatch.doctor.ask.trials import told
-from anybatch.records.events import Loaded, Stepped
+from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -23,6 +23,8 @@ _RISES = re.compile(
 )
 _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", re.IGNORECASE)
 _SCHEDULE = re.compile(r"sched|^lrs?$", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"opt(im|$)", re.IGNORECASE)
+_PLACE = re.compile(r"^(start_?|last_?|cur(rent)?_?|global_?)?(epochs?|steps?|iter(ation)?s?)(_?idx)?$", re.IGNORECASE)
 _MOST_FILES = 64  # of a program
 _RISEN = 1.2  # times the rate of the state that was loaded
 
@@ -71,10 +73,15 @@ def about_own_states(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a schedule begins anew on a resume, though its state is in what is loaded."""
+    """Whether an optimizer or a schedule begins anew on a resume, though its state is in what is loaded."""
     loads = [one for one in run.of(Loaded) if one.into == "optimizer" and one.lrs_after]
-    if not loads or any(one.into == "scheduler" for one in run.of(Loaded)):
+    if any(one.into == "scheduler" for one in run.of(Loaded)):
         return
+    goes_on = None if loads else next((one for one in run.of(Loaded) if _goes_on(run, one)), None)
+    for file, tree in scripts(run) if goes_on else ():
+        for key in itertools.islice(saved_only(*beside(file, tree), key=_OPTIMIZER, beside=_PLACE), 1):
+            yield told("half resumed", goes_on, key=key)
+            return
     for file, tree in scripts(run):
         for key in itertools.islice(saved_only(*beside(file, tree)), 1):
             for load in loads:
@@ -83,6 +90,15 @@ def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
                 if highest > _RISEN * max(load.lrs_after):
                     yield told("resumed", load, key=key, loaded=max(load.lrs_after), highest=highest)
                     return
+
+
+def _goes_on(run: Run, load: Loaded) -> bool:
+    """Whether a net is trained after a state was loaded into it; one that was not called before is the next new one."""
+    forwards = [one for one in run.of(Forward) if load.into == "module" and load.matched]
+    known = {one.root for one in forwards if one.at < load.at}
+    later = [one for one in forwards if one.at > load.at]
+    root = load.number if load.number in known else next((one.root for one in later if one.root not in known), -1)
+    return any(one.grad and one.root == root for one in later)
 
 
 def beside(file: str, tree: ast.Module) -> list[ast.Module]:
@@ -118,8 +134,12 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{front}{name.name}" for name in one.names if name.name != "*")
 
 
-def saved_only(*trees: ast.Module) -> Iterator[str]:
+def saved_only(
+    *trees: ast.Module, key: re.Pattern[str] = _SCHEDULE, beside: re.Pattern[str] | None = None
+) -> Iterator[str]:
     """Keys of a dict with the state of a schedule beside others, by which nothing is read in any file of a program.
+
+    The same for keys of another kind, where one beside them, such as that of the epoch, is read.
 
     Example:
         >>> text = "torch.save({'opt': opt.state_dict(), 'sched': sched.state_dict()}, path)\\nload(ckpt['opt'])"
@@ -129,13 +149,21 @@ def saved_only(*trees: ast.Module) -> Iterator[str]:
         []
         >>> list(saved_only(ast.parse(text + "\\nsched.last_epoch = ckpt['epoch']")))
         []
+        >>> text = "save({'epoch': 3, 'net': net.state_dict(), 'optim': opt.state_dict()}, path)\\nload(ckpt['net'])"
+        >>> list(saved_only(ast.parse(text), key=_OPTIMIZER, beside=_PLACE))
+        []
+        >>> list(saved_only(ast.parse(text + "\\nstart = ckpt['epoch']"), key=_OPTIMIZER, beside=_PLACE))
+        ['optim']
     """
     if any("last_epoch" in ast.unparse(tree) for tree in trees):
         return
     every = [one for tree in trees for one in ast.walk(tree)]
     said = Counter(one.value for one in every if isinstance(one, ast.Constant))
+    read = {one.slice.value for one in every if isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant)}
     for one in (node for node in every if isinstance(node, ast.Dict)):
-        for key, value in zip(one.keys, one.values, strict=True):
-            name = key.value if isinstance(key, ast.Constant) else None
-            if isinstance(name, str) and _SCHEDULE.search(name) and "state_dict()" in ast.unparse(value):
+        names = [each.value if isinstance(each, ast.Constant) else None for each in one.keys]
+        if beside is not None and not any(isinstance(each, str) and beside.search(each) for each in read & {*names}):
+            continue
+        for name, value in zip(names, one.values, strict=True):
+            if isinstance(name, str) and key.search(name) and "state_dict()" in ast.unparse(value):
                 yield from [name] if said[name] == 1 else []

@@ -14,7 +14,7 @@ from anybatch.doctor.ask.keeping import Kept, mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.samples.losscalls import LOSSES
-from anybatch.records.events import Backward
+from anybatch.records.events import Backward, Epoch
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -175,6 +175,32 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
+
+
+def about_orders(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether what is predicted of batches in an order that is drawn is kept, and the labels beside it are not read."""
+    drawn = {(one.file, one.line): one.batches for one in run.of(Epoch) if one.shuffled}
+    for (file, line), batches in drawn.items():
+        if (tree := tree_of(file)) is not None and line in predicting_loops(tree):
+            evidence = {"batches": batches}
+            yield Probed(probe="order lost", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+
+
+def predicting_loops(tree: ast.Module) -> Iterator[int]:
+    """Lines of loops that take several things at once, read the first of them only, and keep what is made of it.
+
+    Example:
+        >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}"
+        >>> [list(predicting_loops(ast.parse(text.format(*one)))) for one in (("_", ""), ("y", "ys.append(y)"))]
+        [[1], []]
+    """
+    for one in (node for node in walked(tree) if isinstance(node, ast.For)):
+        taken = one.target.elts if isinstance(one.target, ast.Tuple) else []
+        names = [each.id if isinstance(each, ast.Name) else "" for each in taken]
+        read = {name for each in one.body for name in _loaded(each)}
+        calls = {_name_called(each) for each in walked(one)}
+        if len(names) > 1 and "" not in names and [name in read for name in names] == [True] + [False] * len(names[1:]):
+            yield from [one.lineno] if calls & {"append", "extend"} and "backward" not in calls else []
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

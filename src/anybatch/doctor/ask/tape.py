@@ -30,6 +30,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_SET = frozenset({"data", "requires_grad"})
 _NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
 
 
@@ -141,7 +142,7 @@ class Tape(SafeMode):
     def before(self, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Writes down what it is given, where it is an operation."""
         name, of = name_of(func)
-        if of and name not in (("data",) if of == "__set__" else _VIEWS | _SIZES):
+        if of and name not in (_SET if of == "__set__" else _VIEWS | _SIZES):
             return None
         if name in _SIZES or name in _NOT_KEPT:
             self.sizes |= name in _SIZES
@@ -173,12 +174,14 @@ class Tape(SafeMode):
                 self.numbers.setdefault(slot, len(self.operations))
             return
         found = list(tensors_in(result))
-        if not found and not writes(name, kwargs) and name != "data":
+        if not found and not writes(name, kwargs) and name not in _SET:
             return
         if name in _MADE_OF_DATA and not operation.given and found[0].dim() and self.rows in (-1, len(found[0])):
             return  # a batch, or what is known of its rows: a leaf when it is used
-        self.rewrites |= writes(name, kwargs) or any(
-            self._slot_of(one) is not None and _is_written(one) for one in found
+        self.rewrites |= (
+            writes(name, kwargs)
+            or name == "requires_grad"
+            or any(self._slot_of(one) is not None and _is_written(one) for one in found)
         )
         self.size += sum(one.numel() * one.element_size() for one in found)
         operation.outs = tuple([self._slot_of_new(one) for one in found])

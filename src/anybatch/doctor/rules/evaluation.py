@@ -1,13 +1,18 @@
 """Rules on what an evaluation is given: inputs and targets of another scale or scaled by themselves, other labels."""
 
+import re
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.naming import near
 from anybatch.records.events import Backward, Epoch, Forward
-from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.records.lossfacts import Evaluated, LossCall, Printed
 from anybatch.records.runs import Run
+
+_HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "eval", "evaluation"})
+_SHARES = frozenset({"iou", "miou", "dice", "f1", "jaccard", "acc", "accuracy", "precision", "recall"})
+_LOSSES = frozenset({"loss", "error", "err", "neg", "negative", "diff", "delta", "gain"})
 
 
 @rule("AB655", "EVALUATION_INPUTS", "warning")
@@ -17,8 +22,9 @@ def evaluation_inputs(
     calls: float = Limit(3, "by which the scale of the training is known"),
     alike: float = Limit(20, "targets of one value are no accident where those of the training differ"),
 ) -> Iterator[Found]:  # fmt: skip
-    """Evaluations whose inputs, or targets, have another scale than those of the training."""
+    """Evaluations whose inputs, targets, or outputs have another scale than those of the training."""
     yield from say(run, "AB655")
+    yield from _no_shares(run)
     trained = [(one.target_mean, one.target_std) for one in run.of(LossCall) if one.target_std and not one.classes]
     stds = sorted(std for mean, std in trained if std and mean is not None)
     if len(stds) < calls or stds[-1] > 2 * stds[0]:
@@ -43,6 +49,23 @@ def evaluation_inputs(
             since=one,
             where=(one.file, one.line),
             evidence={"std": std, "std_evaluated": target_std, "std_predicted": made_std},
+        )
+
+
+def _no_shares(run: Run) -> Iterator[Found]:
+    """Overlaps that a script prints of its evaluation, and that are negative at the end."""
+    for one in run.of(Printed):
+        words = set(re.findall("[a-z0-9]+", one.label.lower()))
+        if not words & _HELD_OUT or not words & _SHARES or words & _LOSSES or not one.values[-1] < 0:
+            continue
+        yield Found(
+            text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, and no overlap of masks is negative: '
+            "what is counted are outputs of the model, not the masks that they stand for.",
+            fix="prediction = (torch.sigmoid(model(x)) > 0.5).float()  # before it is compared with the masks",
+            cause="The loss of the training takes scores and has the sigmoid in it, and the evaluation has none.",
+            since=next(run.of(Backward), 0),
+            where=(one.file, one.line),
+            evidence={"label": one.label, "value": one.values[-1], "lowest": min(one.values)},
         )
 
 

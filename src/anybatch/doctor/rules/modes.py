@@ -8,9 +8,10 @@ from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
+from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.doctor.views.windows import ever_touched, forwards_by_root, passes, trained_forwards, written
-from anybatch.records.events import Backward, DropoutCall, Forward, Loaded, Stepped
-from anybatch.records.lossfacts import LossCall, Replicas
+from anybatch.records.events import Backward, DropoutCall, Ended, Forward, Loaded, Stepped
+from anybatch.records.lossfacts import Evaluated, LossCall, Replicas
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Buffers
 from anybatch.records.tables import ModuleFacts
@@ -355,20 +356,28 @@ def bn_tiny_batch(
 
 
 def _left(run: Run, root: int, momentum: float) -> float:
-    """The share of running statistics that a training has left as it was when they are used; 0 where they are not."""
+    """The share of running statistics that a training has left as it was when they are used; 0 where they are not.
+
+    During a run it is not known yet.
+    """
     calls = [one for one in run.of(Forward) if one.root == root]
     used = next((one for one in reversed(calls) if not one.training and not one.grad), None)
     batches = sum(one.training and one.grad and used is not None and one.at < used.at for one in calls)
     loaded = any(one.into == "module" for one in run.of(Loaded))
-    return float((1 - momentum) ** batches) if batches >= 20 and momentum > 0 and not loaded else 0.0
+    ended = any(True for _ in run.of(Ended))
+    return float((1 - momentum) ** batches) if batches >= 20 and momentum > 0 and ended and not loaded else 0.0
 
 
 @rule("AB457", "BN_MOMENTUM", "warning", slows=True)
 def bn_momentum(
     run: Run, *, most: float = Limit(0.9, "torch's is the share of the last batch; others give that of what was there"),
     first: float = Limit(0.3, "of the running statistics are still what they were before the training"),
+    worse: float = Limit(5, "times the loss of the training at the end, in the last evaluation"),
 ) -> Iterator[Found]:  # fmt: skip
     """Batch norms that keep nearly nothing of what they have seen, or take nearly nothing of it."""
+    end = outcome(run)
+    losses = [one.value for one in run.of(Evaluated) if end.call is not None and one.function == end.call.function]
+    is_worse = learned_well(run) and bool(losses) and losses[-1] > max(worse * end.last, end.guess / worse)
     for root, facts in run.roots.items():
         found = [
             (one.name, value) for one in facts.modules
@@ -390,5 +399,7 @@ def bn_momentum(
             since=call,
             module=_above(list(names)),
             evidence={"momentum": value, "modules": len(names)},
-            severity="error" if value < most else "",  # a training that goes well does not help the evaluation
+            severity="error"
+            if value < most or is_worse
+            else "",  # a training that goes well does not help the evaluation
         )

@@ -1,0 +1,51 @@
+"""What is said of what people post about: states and orders that are lost, inputs of one number, derivatives."""
+
+from dataclasses import replace
+
+import pytest
+
+from answer_runs import asked
+from anybatch.records.events import Loaded
+from anybatch.records.lossfacts import Printed
+from number_runs import call, falling, fires, quiet
+
+
+def both(probe: str, name: str) -> None:
+    """The rule speaks where the answer is yes, and in no other case."""
+    fires(asked(probe, "yes").run(), name, "warning")
+    quiet(asked(probe, "no").run(), name)
+    quiet(asked(probe, "unknown").run(), name)
+
+
+def test_lr_ignored_on_resume_fires_on_an_optimizer_that_begins_anew() -> None:
+    run = replace(asked("half resumed", "yes"), before=(Loaded(into="module"),)).run()
+    assert "checkpoint['optimizer']" in fires(run, "LR_IGNORED_ON_RESUME", "warning").fix
+
+
+def test_inputs_alike_fires_on_one_number_that_a_layer_is_given_and_is_quiet_where_it_does_no_harm() -> None:
+    assert "is 0, in both" in fires(asked("one number", "yes").run(), "INPUTS_ALIKE", "warning").message
+    quiet(asked("one number", "no").run(), "INPUTS_ALIKE")
+    learned = lambda step: [call(guess=2.3, value=falling(step))]  # noqa: E731
+    quiet(replace(asked("one number", "yes"), every=learned, steps=200).run(), "INPUTS_ALIKE")
+
+
+def test_function_gradient_fires_on_mixed_derivatives() -> None:
+    assert "all its 2 columns" in fires(asked("mixed derivative", "yes").run(), "FUNCTION_GRADIENT", "warning").message
+    both("mixed derivative", "FUNCTION_GRADIENT")
+
+
+def test_axes_torn_fires_on_a_norm_of_places() -> None:
+    assert "64 numbers of each row" in fires(asked("norm of places", "yes").run(), "AXES_TORN", "warning").message
+    both("norm of places", "AXES_TORN")
+
+
+@pytest.mark.parametrize(("accuracy", "told"), [(0.1, True), (0.9, False)])
+def test_rows_torn_fires_where_an_order_is_lost_and_the_script_says_so(accuracy: float, told: bool) -> None:
+    printed = Printed(label="val acc", steps=(200,), values=(accuracy,), file="train.py", line=9)
+    learned = lambda step: [call(guess=2.3, value=falling(step))]  # noqa: E731
+    one = asked("order lost", "yes")
+    run = replace(one, every=learned, steps=200, after=(printed, *one.after)).run()
+    if told:
+        fires(run, "ROWS_TORN", "warning")
+    else:
+        quiet(run, "ROWS_TORN")
