@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.ask.keeping import _some
+from anybatch.doctor.ask.marks import some_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
 from anybatch.doctor.samples.inputs import look
@@ -201,7 +201,7 @@ def test_what_is_read_of_pictures_is_of_all_their_columns(side: int, samples: in
     pictures[..., 0] = 0
     found = one(pictures)
     assert found.mean == pytest.approx(float(pictures.mean()), rel=0.1)
-    assert float(_some(pictures, 4096).mean()) == pytest.approx(float(pictures.mean()), rel=0.1)
+    assert float(some_of(pictures, 4096).mean()) == pytest.approx(float(pictures.mean()), rel=0.1)
 
 
 def test_a_probed_answer_that_is_infinite_is_a_number_again() -> None:

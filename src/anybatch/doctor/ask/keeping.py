@@ -1,7 +1,6 @@
 """What is kept of a run for the questions after it: steps as tapes, batches, what nets were given, copies of others."""
 
 import itertools
-import math
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from anybatch.doctor.ask.marks import mark, marks, some_of, versions_of
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.draws import Streams
-from anybatch.doctor.samples.inputs import across
 from anybatch.doctor.samples.redraws import Redraws
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
@@ -243,7 +242,7 @@ class Kept:
         if mode and torch.is_grad_enabled():
             self._given.setdefault(root, set()).add(id(first))
             self.sampling.train(module, args, kwargs)
-        self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
+        self._before = versions_of(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
 
     def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
@@ -253,7 +252,7 @@ class Kept:
             self._count(first, key)
         is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
         if len(found) < _MOST_GIVEN and first.is_cpu and is_batch and not first.is_complex():
-            std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
+            std, mean = torch.std_mean(some_of(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
@@ -305,7 +304,7 @@ class Kept:
         before, self._before = self._before, None
         if before is None:
             return
-        after = _versions(module)
+        after = versions_of(module)
         changed = [name for name, mark in after.items() if name in before and before[name] != mark]
         if changed:
             place = user_place(3)
@@ -547,51 +546,6 @@ def numberings(dataset: Any) -> dict[str, dict[Any, int]]:
         and all(type(key) is str and type(number) is int for key, number in one.items())
         and {*one.values()} == {*range(min(one.values()), min(one.values()) + len(one))}
     }  # fmt: skip
-
-
-def mark(tensor: torch.Tensor) -> Any:
-    """What tells the values of a tensor from others."""
-    return _marks_of([tensor])[0]
-
-
-@unseen
-def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The same of several, with one wait for each precision and device."""
-    found, kinds = [tuple[Any, ...](one.shape) for one in tensors], dict[Any, list[tuple[int, torch.Tensor]]]()
-    for position, one in enumerate(tensors):
-        is_plain = type(one) in (torch.Tensor, torch.nn.Parameter) and has_numbers(one)
-        if is_plain and one.numel() and not one.is_complex():
-            kinds.setdefault((one.dtype, one.device), []).append((position, _some(one, 64)))
-    for group in kinds.values():
-        flat = torch.cat([some for _, some in group]).cpu().double()
-        for (position, _), some in zip(group, flat.split([some.numel() for _, some in group]), strict=True):
-            weights = torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")
-            found[position] = found[position], float((some * weights).sum())
-    return found
-
-
-def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Evenly spaced entries of a tensor; all of a small one."""
-    given = tensor.detach()
-    if not given.is_contiguous() and given.numel() > most:  # a copy of what is expanded would be huge
-        each = max(2, math.floor(most ** (1 / given.dim())))
-        given = given[tuple(slice(None, None, -(-size // each)) for size in given.shape)]
-    flat = given.reshape(-1)
-    return flat[:: across(given, flat.numel() // most)][:most]
-
-
-def _versions(module: torch.nn.Module) -> dict[str, Any]:
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    kept = set(module.state_dict(keep_vars=True))
-    return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
-
-
-@unseen
-def marks(module: torch.nn.Module) -> dict[str, Any]:
-    """For each parameter and buffer what tells its values from others."""
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    known = {name: one for name, one in tensors if one.layout is torch.strided and not one.is_meta}
-    return dict(zip(known, _marks_of([*known.values()]), strict=True))
 
 
 def _same_memory(one: torch.Tensor, other: Any) -> bool:

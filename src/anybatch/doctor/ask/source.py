@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.ask.keeping import Kept, mark
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.marks import mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.samples.losscalls import LOSSES
