@@ -556,9 +556,10 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     """
     odd, usual = found[0], found[1]
     odds, others = (tuple(one.dotted for one in found if one.rows == rows) for rows in (odd.rows, usual.rows))
+    hints = "".join(hint(*pair) for hint in (_turned, _flattened) for pair in ((odd, usual), (usual, odd)))
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
-        f"along dimension 0.{_turned(odd, usual)}{_turned(usual, odd)} If {odd.label} is not per "
+        f"along dimension 0.{hints} If {odd.label} is not per "
         f"sample, pass broadcast={odds if len(odds) <= 3 else (odd.dotted,)!r}"
     )
     if all(others) and len(others) <= 3:
@@ -577,3 +578,14 @@ def _turned(one: Found, other: Found) -> str:
         return ""
     dim = shape.index(other.rows, 1)
     return f" If the samples of {one.label} are in dimension {dim}, pass layout={{{one.dotted!r}: {dim}}}."
+
+
+def _flattened(one: Found, other: Found) -> str:
+    """The hint that a leaf may have the first two dimensions of another one in one, as targets of each step."""
+    shape = tuple(getattr(other.node, "shape", ()))[:2]
+    if not (one.dotted and other.dotted) or len(shape) < 2 or 1 in shape or one.rows != shape[0] * shape[1]:
+        return ""
+    return (
+        f" If {one.label} is flattened, pass it as {one.label}.unflatten(0, {shape}), and flatten it in the loss; "
+        f"if dimension 0 is time then, with layout={{{other.dotted!r}: 1, {one.dotted!r}: 1}}."
+    )

@@ -14,6 +14,11 @@ from anybatch.records.certificates import Reason
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 _COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
 _CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
+_BY_THE_FIRST = (
+    "by the samples that it is given: with the whole batch by all of them, in a split by those of the first "
+    "micro-batch. Later ones leave it alone. Let the whole batch set it before the first step."
+)
+_BEGUN = ("with torch.no_grad():\n        loss_fn(model, batch)  # once, before the first step", WHOLE)
 _MASKS = {"bernoulli_", "native_dropout", "dropout"}  # operations that draw those of dropout
 _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
@@ -373,11 +378,10 @@ CAUSES: dict[str, Cause] = {
     ),
     "first forward": Cause(
         "weight",
-        "The first forward sets {weights!l} by the samples that it is given: with the whole batch by all of them, in a "
-        "split by those of the first micro-batch. Later ones leave them alone. Let the whole batch set them before the "
-        "first step.",
-        ("with torch.no_grad():\n        loss_fn(model, batch)  # once, before the first step", WHOLE),
+        f"The first call sets {{weights!l}} {_BY_THE_FIRST}",
+        _BEGUN,
     ),
+    "first call": Cause("state", f"The first call sets {{state!l}} {_BY_THE_FIRST}", _BEGUN),
     "later flag": Cause(
         "buffer",
         "The forward or the loss reads the flag {buffers!l}, a buffer. As it is, micro-batches give the whole batch's "
@@ -403,6 +407,16 @@ CAUSES: dict[str, Cause] = {
         "The forward or the loss writes into {weights!l}: once with the whole batch, and once for each of several "
         "micro-batches, of which the next computes with what it finds there. Move them once for each step, after it.",
         ("step(batch)\n    model.update_average()  # a method of yours, called here and not in forward", WHOLE),
+    ),
+    "trained": Cause(
+        "weight",
+        "The loss trains another net itself, {weights!l}: once with the whole batch, and once for each of several "
+        "micro-batches, of which the next computes with what it finds there. Give that net a step of its own.",
+        (
+            "other = anybatch.TrainStep(net, its_loss, its_optimizer)  # once, with a loss that calls no backward()",
+            "other(batch)\n    step(batch)  # after it, with a loss that only calls the net",
+            WHOLE,
+        ),
     ),
     "state": Cause(
         "state",

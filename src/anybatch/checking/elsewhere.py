@@ -84,14 +84,13 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
             others.append((torch.isnan, float("nan")))
         if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
             others.append((_is_uneven, first / 4))
-        if leaf.dtype is not torch.bool and not bool((leaf < 0).any()):
-            if leaf.is_floating_point():
-                others.append((_is_negative, -1))
-            elif leaf.dtype is not torch.uint8:  # which is not tried: kernels may read where such an index points
-                yield Unseen(tuple(keys), _is_negative, "negative"), None
-        if not leaf.is_floating_point():  # numbers that may stand for a padding, an end or a flag
-            marks = (True,) if leaf.dtype is torch.bool else range(min(_MARKS, int(leaf.max())))
-            others += [(lambda one, mark=mark: one == mark, mark) for mark in marks if not bool((leaf == mark).any())]
+        if leaf.is_floating_point() and not bool((leaf < 0).any()):
+            others.append((_is_negative, -1))
+        for has, other in _others(leaf):
+            if has is _is_negative:  # which is not tried: kernels may read where such an index points
+                yield Unseen(tuple(keys), has, "negative"), None
+            else:
+                others.append((has, other))
         for has, other in others:
             values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
             yield (
@@ -108,16 +107,28 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
             )
 
 
+def _others(leaf: torch.Tensor) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], float]]:
+    """Whole numbers that a leaf has not: negative ones, and those that may stand for a padding, an end or a flag."""
+    if leaf.is_floating_point():
+        return
+    if leaf.dtype not in (torch.bool, torch.uint8) and not bool((leaf < 0).any()):
+        yield _is_negative, -1
+    for mark in (True,) if leaf.dtype is torch.bool else range(min(_MARKS, int(leaf.max()))):
+        if not bool((leaf == mark).any()):
+            yield lambda one, mark=mark: one == mark, mark  # type: ignore[misc]
+
+
 @unwatched
 def even(splittable: Splittable) -> list[Unseen]:
-    """The leaves whose numbers are all the same so far, such as weights, where no other ones can be tried."""
+    """What leaves do not have so far, such as ignored labels or uneven weights, where no other ones can be tried."""
     if splittable.is_collated:
         return []
-    found = (
-        Unseen(tuple(keys), _is_uneven, "uneven")
+    found = [
+        Unseen(tuple(keys), has, what)
         for _, keys, leaf in leaves(splittable.batches[0], "batch")
         if _is_numbers(leaf) and ".".join(keys) not in splittable.broadcast
-    )
+        for has, what in ((_is_uneven, "uneven"), *_others(leaf))
+    ]
     return [one for one in found if not one.is_in(splittable)]
 
 

@@ -2,9 +2,10 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -229,8 +230,9 @@ class Examination(Case):
         if size := self._wrong_row_block():
             self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
         elif names := self._written_weights():
-            cause = "first forward" if self._is_written_once(names) else "weight"
-            self.reasons.append(reason(cause, names[0], {"weights": names, "error": error}))
+            own = {name: one for name, one in self._weights().items() if name in names}
+            cause = "first forward" if self._is_written_once(names) else ""
+            self.reasons.append(written_weights(self.task.model, own, error, cause))
         elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
             self.reasons.append(found)
         else:
@@ -341,7 +343,7 @@ class Examination(Case):
             # Weights that a state makes are no count, and what it divides by is not the loss's own value.
             shown = (("count", "weights"), ("not-additive", "value"))
             is_of_state = any(one.code == code and name in one.evidence for one in self.reasons for code, name in shown)
-            self.reasons.insert(0 if is_of_state else len(self.reasons), found)
+            self.reasons.insert(0 if is_of_state or state.is_made_once else len(self.reasons), found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
         return state.error if found is not None else 0.0
@@ -415,6 +417,14 @@ class Examination(Case):
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
         return self.error_of(moved.gradients)
+
+
+def written_weights(model: Any, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
+    """Says that the forward or the loss writes to weights, or that the loss trains those of another net."""
+    own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    is_trained = all(one.requires_grad and id(one) not in own for one in weights.values())
+    names = list(weights)
+    return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
 
 
 def _drawn_count(found: Reason) -> Reason:

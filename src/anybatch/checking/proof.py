@@ -30,7 +30,7 @@ from anybatch.checking.cuts import (
     most_of,
     placed_one_by_one,
 )  # fmt: skip
-from anybatch.checking.examination import later_state
+from anybatch.checking.examination import later_state, written_weights
 from anybatch.checking.searches import shown_iterators
 from anybatch.checking.sizes import another_size
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -104,6 +104,8 @@ def prove(
         proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
+        if trial.draws_elsewhere and proof.exact:
+            proof = _with_note(proof, "each micro-batch draws numbers of its own from NumPy or Python")
         if prover.is_of_now:
             proof = _with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
@@ -425,13 +427,15 @@ class _Prover:
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
         unexplained = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
+        if self._trial.written and certificate is None:  # as where the loss trains a net of its own
+            unexplained = written_weights(self._task.model, self._trial.written_by_name(), difference.error)
         return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""
         try:
             certificate = self._trial.certificate(cut)
-            if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code == "count":
+            if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code in ("count", "sum"):
                 for larger in cuts_inside(self._task.splittable, self._parts, _CERTIFIED, beyond=True):
                     other = self._trial.certificate(larger)
                     return certificate if other.exact else other

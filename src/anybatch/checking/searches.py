@@ -269,6 +269,7 @@ class State:
         self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
         self._parts = case.splits[-1]
         self.error = 0.0  # how far off the gradient is, if it is
+        self.is_made_once = False  # whether only the first call makes it, by the samples that it is given
 
     def reason(self) -> Reason | None:
         """What makes a difference in the micro-batches of one step."""
@@ -280,10 +281,23 @@ class State:
             return None
         few = self._changed if len(self._changed) <= _MOST_EFFECTS else []
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
+        self.is_made_once = self._is_made_once(blamed)
         self._case.attempt(self._parts, carries=self._changed)
         off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
+        if self.is_made_once:
+            return self._worded("first call", blamed, error=self.error)
         kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)
         return self._worded(kind, blamed, off=off, error=self.error)
+
+    def _is_made_once(self, effects: Sequence[Effect]) -> bool:
+        """Whether micro-batches that find what the whole batch has made leave it, and give its gradient."""
+
+        def begin() -> None:
+            for effect in self._changed:
+                effect.set(effect.after)
+
+        found = announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
+        return self._case.is_exact(loss_fn=found) and all(one.again() is one.after for one in effects)
 
     def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""

@@ -149,6 +149,7 @@ class Trial:
         self.room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
+        self.draws_elsewhere = False  # whether NumPy or Python draws numbers
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
         # the weights of TorchScript that writes to something, which no mode sees; until a run has moved none of them
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
@@ -172,6 +173,7 @@ class Trial:
         if recording is not None:
             self.room = max(self.room, recording.most)
         self.ranks = self.ranks or of_whole.ranks
+        self.draws_elsewhere = self.draws_elsewhere or whole.drew_others
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
@@ -434,6 +436,15 @@ class Trial:
                 self.counts = any(one.is_number or one.is_growth for one in self._effects.found())
             self._has_moved = self._effects.restore() or is_moved
             self._before.restore(warns=False)
+
+    def written_by_name(self) -> dict[str, torch.Tensor]:
+        """The weights that the forward or the loss writes to, as they are written in code next to the loss."""
+        return {
+            f"{home}.{name}".strip("."): one
+            for home, module in reached_modules(self._task.model, self._task.loss_fn).items()
+            for name, one in module.named_parameters()
+            if id(one) in self.written
+        }
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for module in self._every_module:

@@ -68,5 +68,6 @@ class GradientWatch:
         return LossError(
             f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
             "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
-            "a dict of them, or yield one after the other"
+            "a dict of them, or yield one after the other. A net that the loss trains, as a discriminator, needs a "
+            "step of its own before this one: anybatch.TrainStep(net, its_loss, its_optimizer)"
         )

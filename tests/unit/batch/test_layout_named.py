@@ -196,3 +196,24 @@ def test_all_leaves_of_the_other_length_are_in_the_remedy_and_it_works() -> None
         anybatch.count_samples(batch)
     for names in (("few.x", "few.y"), ("many.x", "many.z")):
         assert f"broadcast={names!r}" in str(caught.value)
+
+
+def test_flattened_targets_of_a_batch_with_the_time_first() -> None:
+    """The line that is printed is followed as it stands."""
+    batch: Any = {"x": torch.randn(5, 4, 3), "y": torch.randint(2, (20,))}
+    model = nn.ModuleList([nn.GRU(3, 6), nn.Linear(6, 2)])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        logits = model[1](model[0](batch["x"])[0])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+    with pytest.raises(anybatch.BatchError) as refused:
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=2)
+    for line in ("batch['y'].unflatten(0, (5, 4))", "layout={'x': 1, 'y': 1}"):
+        assert line in str(refused.value)
+    loss_fn(model, batch).backward()
+    whole = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    batch["y"] = batch["y"].unflatten(0, (5, 4))
+    anybatch.backward(model, loss_fn, batch, micro_batch_size=2, layout={"x": 1, "y": 1})
+    torch.testing.assert_close([one.grad for one in model.parameters()], whole)

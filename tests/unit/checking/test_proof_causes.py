@@ -164,3 +164,34 @@ def test_a_count_that_is_as_many_in_all_is_not_told_by_two_equal_numbers() -> No
     ).proof
     assert proof is not None
     assert proof.exact
+
+
+def test_a_mean_over_positives_is_no_sum_where_few_samples_have_one() -> None:
+    """Among four samples with one positive the parts add up without weights, as those of a sum do."""
+
+    def focal(model: Any, batch: Any) -> Any:
+        there = (batch["y"] == 1).float()
+        losses = F.binary_cross_entropy_with_logits(model(batch["x"])[:, 0], there, reduction="none")
+        return losses.sum() / there.sum().clamp(min=1)
+
+    torch.manual_seed(0)
+    batch = rows(12)
+    batch["y"] = torch.tensor([1, 0, 2, 3] * 3)
+    model = net()
+    step = anybatch.TrainStep(model, focal, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=4)
+    with pytest.raises(anybatch.NotSplittable) as refused:
+        step(batch)
+    assert "is a sum over the samples" not in str(refused.value)
+
+
+def test_a_proof_says_that_numbers_are_drawn_outside_torch() -> None:
+    numbers = np.random.default_rng(0)
+
+    def scaled(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"] * float(numbers.uniform(0.5, 1.5))), batch["y"])
+
+    torch.manual_seed(0)
+    out = anybatch.backward(net(), scaled, rows(12), micro_batch_size=4)
+    assert out.proof is not None
+    assert out.proof.exact
+    assert "numbers of its own from NumPy or Python" in out.proof.note

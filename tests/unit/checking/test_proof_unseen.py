@@ -20,6 +20,7 @@ from anybatch.checking.elsewhere import Unseen
 
 Batch = dict[str, torch.Tensor]
 ROWS = 48
+HALVES = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
 
 
 def net() -> nn.Sequential:
@@ -98,6 +99,25 @@ def test_what_only_a_later_batch_has_is_stopped_there(loss_fn: Any) -> None:
     assert trained(loss_fn, [first] * 3) == 1
     with pytest.raises(anybatch.NotSplittable, match="The loss is averaged over"):
         trained(loss_fn, [first, LATER[loss_fn](first)])
+
+
+@pytest.mark.parametrize("setting", ["windows", "scaler", "compiled"])
+def test_labels_are_ignored_later_where_no_outputs_are_kept(setting: str) -> None:
+    """There a batch is not looked at as if it had them."""
+    options = {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0)} if setting == "scaler" else {}
+    batches: list[Any] = [batch_of(), batch_of(), ignored(batch_of())]
+    if setting == "windows":
+        halves = [{key: leaf[rows] for key, leaf in one.items()} for one in batches for rows in HALVES]
+        batches = list(anybatch.windows(halves, batches=2))
+    if setting == "compiled":
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    try:
+        assert trained(labels, batches[:2], **options) == 1
+        with pytest.raises(anybatch.NotSplittable, match=r'count_tokens\("y"\)'):
+            trained(labels, batches, **options)
+        assert trained(labels, batches, count=anybatch.count_tokens("y"), **options) <= 2
+    finally:
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("loss_fn", LATER)

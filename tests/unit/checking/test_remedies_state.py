@@ -329,6 +329,73 @@ def test_of_a_first_forward_that_sets_weights_by_its_samples() -> None:
     assert_same(made)
 
 
+@follows("first call")
+def test_of_a_first_call_that_keeps_something_of_its_samples() -> None:
+    class Normalised:
+        mean: Any = None
+        calls = 0
+
+        def __call__(self, model: Any, batch: Batch) -> Any:
+            self.calls += 1
+            if self.mean is None:
+                self.mean, self.deviation = batch["t"].mean(), batch["t"].std()
+            return F.mse_loss(model(batch["x"])[:, 0], (batch["t"] - self.mean) / self.deviation)
+
+    found = check(linear(), Normalised(), vectors()).reasons[0]
+    assert found.remedies == CAUSES["first call"].remedies
+    assert "The first call sets self.mean by the samples" in found.message
+
+    def made(size: int | None) -> list[Any]:
+        model, batch, loss_fn = linear(), vectors(), Normalised()
+        with torch.no_grad():
+            loss_fn(model, batch)
+        return trained(model, loss_fn, batch, micro_batch_size=size)
+
+    assert_same(made)
+
+
+@follows("trained")
+@pytest.mark.parametrize("calls_backward", [False, True])
+def test_of_a_loss_that_trains_another_net(calls_backward: bool) -> None:
+    generator, batch = linear(5), vectors()
+    judge = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), 0.1)
+
+    def judged(judge: Any, batch: Batch) -> Any:
+        return (F.softplus(-judge(batch["x"])) + F.softplus(judge(generator(batch["x"]).detach()))).mean()
+
+    def fooled(model: Any, batch: Batch) -> Any:
+        return F.softplus(-judge(model(batch["x"]))).mean()
+
+    def both(model: Any, batch: Batch) -> Any:
+        optimizer.zero_grad()
+        if calls_backward:
+            judged(judge, batch).backward()
+            optimizer.step()
+        else:
+            gradients = torch.autograd.grad(judged(judge, batch), [*judge.parameters()])
+            for one, gradient in zip(judge.parameters(), gradients, strict=True):
+                one.data.sub_(0.1 * gradient)
+        return fooled(model, batch)
+
+    with pytest.raises(NotSplittable, match=r"trains another net itself, judge\.weight, judge\.bias") as refused:
+        trained(generator, both, batch, micro_batch_size=4)
+    for line in CAUSES["trained"].remedies:
+        assert line in str(refused.value)
+
+    def apart(size: int | None) -> list[Any]:
+        for one in (*generator.parameters(), *judge.parameters()):
+            nn.init.constant_(one, 0.1)
+        other = TrainStep(judge, judged, torch.optim.SGD(judge.parameters(), 0.1), micro_batch_size=size)
+        step = TrainStep(generator, fooled, torch.optim.SGD(generator.parameters(), 0.1), micro_batch_size=size)
+        for _ in range(3):
+            other(batch)
+            step(batch)
+        return [one.detach().clone() for net in (generator, judge) for one in net.parameters()]
+
+    assert_same(apart)
+
+
 @follows("later flag")
 def test_of_a_flag_that_is_turned_later() -> None:
     def reads(model: Any, batch: Batch) -> Any:
