@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.sideeffects import defaults_of, names_in
+from anybatch.tensors.sideeffects import INTERNALS, defaults_of, names_in
 
 _DEPTH = 4
 _MOST = 16  # of what a container holds
@@ -62,7 +62,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):  # a teacher in a list is none of its parameters
         for path, module in value.named_modules(prefix=name):
             for key, held in vars(module).items():
-                if key[0] != "_" and isinstance(held, (list, tuple, dict, torch.nn.Module)):
+                if key not in INTERNALS and isinstance(held, (list, tuple, dict, torch.nn.Module)):
                     yield f"{path}.{key}".strip("."), held
     elif isinstance(value, functools.partial):
         yield name, value.func

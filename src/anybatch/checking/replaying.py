@@ -139,10 +139,13 @@ class Replay:
                     found: Found | None = None if is_same else self._compared(calls) or self._elsewhere(calls)
                     if found is not None or not self._seen.ranks:  # else a model may, of which outputs show nothing
                         return found
+                else:
+                    self.unseen += even(self._task.splittable)
         except Exception as error:
             if self._task.is_planned and isinstance(error, OverBudget):
                 raise
             Failure(error).release()  # what was given may be of no sample, or the loss may use more of a model
+            self.unseen += even(self._task.splittable)
         if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
@@ -176,6 +179,7 @@ class Replay:
         ran = self._with_outputs(calls, self._task, lambda trial, cut: trial.value_of(cut), operations=operations)[0]
         error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
         if ran.drew_torch or ran.drew_others:
+            self.unseen += even(self._task.splittable)
             return True
         count = self._task.count
         counts = [one for one in (count.values() if isinstance(count, Mapping) else [count]) if callable(one)]

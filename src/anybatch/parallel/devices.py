@@ -112,7 +112,7 @@ class ModelCopy:
             copy = tensor.detach().to(self.device, copy=True)
         if isinstance(tensor, torch.nn.Parameter):
             if not isinstance(copy, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy)
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
             copy.requires_grad_(tensor.requires_grad)
             copy.__dict__.update(tensor.__dict__)
             copy.grad = None

@@ -64,3 +64,21 @@ def test_the_value_of_a_state_from_the_state_itself_is_told(
     sides: Learner, following: Callable[[torch.Tensor], torch.Tensor], expected: str
 ) -> None:
     assert answer(lambda: learned(sides, following), "same state") == expected
+
+
+def of_episodes(net: nn.Module, old: nn.Module, _: torch.Tensor, __: torch.Tensor) -> Sides:
+    """All states of each row are given to both nets, and the values of one are those after the other's."""
+    states = torch.randn(ROWS, 7, 5)
+    with torch.no_grad():
+        after = old(states)[:, 1:, 0]
+    return net(states)[:, :-1, 0], torch.rand(ROWS, 6) + 0.9 * after
+
+
+def of_goals(net: nn.Module, old: nn.Module, states: torch.Tensor, following: torch.Tensor) -> Sides:
+    goal = torch.randn(ROWS, 5)
+    return net(states) + net(goal), torch.rand(ROWS, 2) + 0.9 * (old(following) + old(goal)).detach()
+
+
+@pytest.mark.parametrize("sides", [of_episodes, of_goals])
+def test_states_that_follow_and_goals_of_both_are_not(sides: Learner) -> None:
+    assert answer(lambda: learned(sides), "same state") == "no"

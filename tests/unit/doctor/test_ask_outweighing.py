@@ -224,3 +224,24 @@ def coded(kind: str) -> None:
 )
 def test_what_only_a_penalty_sees_is_told(kind: str, expected: str) -> None:
     assert answer(lambda: coded(kind), "only penalised") == expected
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(z)
+        found: torch.Tensor = self.last(hidden + self.inner(hidden).relu())
+        return found
+
+
+def test_a_generator_with_a_shortcut_is_not_asked() -> None:
+    """What it makes is of no row of anything, and rows that are mixed within it are others."""
+    critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def loss(made: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-critic(made)).mean()
+
+    assert answer(lambda: trained(Residual(), lambda: (torch.randn(32, 4),), loss), "only penalised") == "unknown"

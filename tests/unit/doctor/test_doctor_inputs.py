@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.ask.marks import some_of
+from anybatch.doctor.ask.marking import some_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
 from anybatch.doctor.samples.inputs import look

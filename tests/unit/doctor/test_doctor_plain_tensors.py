@@ -58,6 +58,28 @@ def test_trained_tensors_and_inputs_with_a_gradient_are_not(moved: bool) -> None
     assert not [one for one in found.findings if one.code == "AB102" and one.severity != "info"], found.findings
 
 
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, generator=torch.Generator().manual_seed(index))
+        return x, x[:3].argmax()
+
+
+def test_samples_that_a_loader_puts_together_are_no_part_of_a_step() -> None:
+    def convolved() -> None:
+        weights = [torch.randn(4, 1, 3, 3) / 3, torch.randn(144, 3) / 9]
+        optimizer = torch.optim.SGD([one.requires_grad_() for one in weights], 0.1)
+        for x, y in torch.utils.data.DataLoader(Numbers(), batch_size=32):
+            hidden = F.conv2d(x.view(-1, 1, 8, 8), weights[0]).relu().flatten(1)
+            optimizer.zero_grad()
+            F.cross_entropy(hidden @ weights[1], y).backward()
+            optimizer.step()
+
+    assert answer(convolved, "rows") == "no"
+
+
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize(("loss_fn", "expected"), [(F.cross_entropy, "no"), (torn_scores, "yes")])
 def test_a_step_without_a_module_is_asked_about(loss_fn: Loss, expected: str, taken: bool) -> None:

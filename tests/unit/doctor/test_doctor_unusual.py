@@ -231,6 +231,7 @@ def test_the_recorder_meets_no_error_and_changes_nothing(name: str) -> None:
         with Doctor() as doctor:
             found = PROGRAMS[name]()
     assert doctor.failure == ""
+    assert torch.overrides._get_current_function_mode() is None, "a mode of the doctor's is still on"
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other

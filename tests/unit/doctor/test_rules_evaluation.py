@@ -34,7 +34,7 @@ def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str,
     quiet(evaluated(**values), "LABELS_RENUMBERED")
 
 
-@pytest.mark.parametrize("label", ["Validation Dice Coeff", "val_iou", "test accuracy"])
+@pytest.mark.parametrize("label", ["Validation Dice Coeff", "val_iou", "test jaccard"])
 def test_evaluation_inputs_fires_on_a_share_below_zero(label: str) -> None:
     one = Printed(label=label, steps=(30, 60), values=(-2.1, -0.4), file="train.py", line=30)
     assert f'prints "{label}" -0.4' in fires(Training(after=(one,)).run(), "EVALUATION_INPUTS", "warning").message

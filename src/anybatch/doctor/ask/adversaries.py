@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.steps import replayed
+from anybatch.doctor.ask.steps import DISTANCES, replayed
 from anybatch.doctor.ask.tape import Operation, Replay, Slot, Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
@@ -21,8 +21,9 @@ from anybatch.records.runs import Run
 
 _MOST_OPTIMIZERS = 4
 _CLEARLY = 3  # times as far
+_ROUNDED = 1e-4  # of the size of what is added up
 _AGAINST = -0.5  # the cosine of gradients that undo each other; two tasks that share a net are seldom below 0 by much
-_DISCOUNTED = re.compile(r"gamma|discount|\brewards?\b", re.IGNORECASE)
+_DISCOUNTED = re.compile(r"gamma\s*\*|\*\s*(\w+\.)?gamma|discount|\brewards?\b", re.IGNORECASE)
 
 
 Held = Mapping[int, torch.Tensor]
@@ -53,7 +54,8 @@ def _against_values(
 ) -> Iterator[Probed]:
     """Whether an actor makes small what its critic learns of rewards, of which its file speaks."""
     loss = of_critic.losses[-1]
-    if not any(map(_DISCOUNTED.search, linecache.getlines(loss.file))):
+    regresses = any(one.name in DISTANCES for one in of_critic.operations)
+    if not regresses or not any(map(_DISCOUNTED.search, linecache.getlines(loss.file))):
         return
     with contextlib.suppress(Unknown):
         calls = _calls(of_actor, own)
@@ -191,5 +193,10 @@ def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tu
     run, ends, _ = _at_first(tape, initial)
     given = [run.values[one].detach().double() for one, _ in calls]
     found = _differentiated(ends, [run.values[score] for _, score in calls])
-    slopes = [0.0 if one is None else float(one.double().sum()) for one in found]
+    slopes = [0.0 if one is None or _cancels(one) else float(one.double().sum()) for one in found]
     return [torch.cat((one.mean(0, keepdim=True), one.std(0, keepdim=True))) for one in given], slopes
+
+
+def _cancels(slope: torch.Tensor) -> bool:
+    """Whether what is left of a sum is its rounding, as over the scores of two classes."""
+    return float(slope.double().sum().abs()) < _ROUNDED * float(slope.double().abs().sum())

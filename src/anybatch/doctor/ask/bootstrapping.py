@@ -9,7 +9,9 @@ from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.records.lossfacts import Probed
 
 _PASSING = MOVING | {"detach", "unsqueeze", "squeeze", "to", "float", "clone", "data"}
-_REORDERING = frozenset({"roll", "flip", "cat", "stack", "index_select"})  # of rows, as where values are shifted by one
+_REORDERING = frozenset(
+    {"roll", "flip", "cat", "stack", "index_select", "narrow"}
+)  # of rows, as where values are shifted by one
 _LEAST_DISCOUNT = 0.5
 
 
@@ -20,7 +22,8 @@ def same_state(step: Step) -> Iterator[Probed]:
         sides = operation.given[:2]
         for predicted, target in (sides, sides[::-1]) if len(sides) == 2 else ():
             value, discount = _bootstrapped(step, target)
-            if value is not None and _states(step, value) & _states(step, predicted):
+            own = _states(step, predicted) if value is not None else set()
+            if value is not None and own and own <= _states(step, value):  # a goal may be that of both
                 calls = {one for each in step.operations if _acts(step, each) for one in each.outs}
                 # One call for both is that of states that follow each other.
                 if not step.made_of(value) & step.made_of(predicted) & calls:
@@ -69,8 +72,8 @@ def _states(step: Step, slot: Slot) -> set[bytes]:
 
 def _moves_rows(step: Step, operation: Operation) -> bool:
     first = operation.args[1] if operation.name == "__getitem__" and len(operation.args) > 1 else None
-    index = first[0] if isinstance(first, tuple) and first else first
-    return operation.name in _REORDERING or (isinstance(index, slice) and index != slice(None))
+    parts = first if isinstance(first, tuple) else (first,)
+    return operation.name in _REORDERING or any(isinstance(one, slice) and one != slice(None) for one in parts)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -1,5 +1,6 @@
 """Nets that are copies of trained ones: do they ever change, do their buffers, and does evaluation change them?"""
 
+import contextlib
 import itertools
 import math
 import re
@@ -234,9 +235,10 @@ def _losses_of_step(kept: Kept, state: State, online: State) -> tuple[list[float
     for tape in kept.tapes.values():
         held = {slot: own[names[id(one)]] for slot, one in tape.parameters.items() if names.get(id(one)) in own}
         if held and tape.losses:
-            runs = [replayed(tape, tape.losses[-1], held=each) for each in (held, {}, kept.first_of(tape))]
-            found = [float(each.values[tape.losses[-1].slot].detach().sum()) for each in runs]
-            return found[:2], found[2:]
+            with contextlib.suppress(Unknown):
+                runs = [replayed(tape, tape.losses[-1], held=each) for each in (held, {}, kept.first_of(tape))]
+                found = [float(each.values[tape.losses[-1].slot].detach().sum()) for each in runs]
+                return found[:2], found[2:]
     return [], []
 
 

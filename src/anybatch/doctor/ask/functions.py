@@ -292,13 +292,16 @@ def mixed_derivative(step: Step) -> Iterator[Probed]:
     """Whether all columns of a derivative by an input are derived at once by it, so that mixed ones are added."""
     derived: dict[Slot, Slot] = {}
     for one in step.used("grad"):
-        of, by = (list(slots(each)) for each in one.args[:2])
+        named = dict(zip(("outputs", "inputs", "grad_outputs"), one.args, strict=False)) | one.kwargs
+        of, by = (list(slots(named.get(each))) for each in ("outputs", "inputs"))
+        if len(of) != 1 or len(by) != len(one.outs):  # with allow_unused some may have none
+            continue
         for slot, out in zip(by, one.outs, strict=False):
             whole = of[0] if of[0] in derived else next((each.given[0] for each in itertools.islice(step.path(of[0]), 1)
                                                          if each.kind == "sum"), of[0])  # fmt: skip
             first, given = step.values[whole], step.values[slot]
-            weights = [step.values[each] for each in slots(one.kwargs.get("grad_outputs"))]
-            is_whole = len(of) == 1 and derived.get(whole) == slot and all(bool((each == 1).all()) for each in weights)
+            weights = [step.values[each] for each in slots(named.get("grad_outputs"))]
+            is_whole = derived.get(whole) == slot and all(bool((each == 1).all()) for each in weights)
             if is_whole and first.shape == given.shape and given.dim() == 2 and given.shape[1] > 1:
                 made, own = step.values[out].detach(), torch.stack([
                     torch.autograd.grad(column.sum(), given, retain_graph=True)[0][:, at]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from anybatch.doctor.ask.marks import mark, marks, some_of, versions_of
+from anybatch.doctor.ask.marking import mark, marks, some_of, versions_of
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first

@@ -77,11 +77,11 @@ def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
     loads = [one for one in run.of(Loaded) if one.into == "optimizer" and one.lrs_after]
     if any(one.into == "scheduler" for one in run.of(Loaded)):
         return
-    goes_on = None if loads else next((one for one in run.of(Loaded) if _goes_on(run, one)), None)
-    for file, tree in scripts(run) if goes_on else ():
+    for file, tree in () if loads else scripts(run):
         for key in itertools.islice(saved_only(*beside(file, tree), key=_OPTIMIZER, beside=_PLACE), 1):
-            yield told("half resumed", goes_on, key=key)
-            return
+            if (goes_on := next((one for one in run.of(Loaded) if _goes_on(run, one)), None)) is not None:
+                yield told("half resumed", goes_on, key=key)
+                return
     for file, tree in scripts(run):
         for key in itertools.islice(saved_only(*beside(file, tree)), 1):
             for load in loads:
@@ -139,7 +139,7 @@ def saved_only(
 ) -> Iterator[str]:
     """Keys of a dict with the state of a schedule beside others, by which nothing is read in any file of a program.
 
-    The same for keys of another kind, where one beside them, such as that of the epoch, is read.
+    The same for keys of another kind, where one beside them, such as that of the epoch, is read on a load.
 
     Example:
         >>> text = "torch.save({'opt': opt.state_dict(), 'sched': sched.state_dict()}, path)\\nload(ckpt['opt'])"
@@ -149,7 +149,8 @@ def saved_only(
         []
         >>> list(saved_only(ast.parse(text + "\\nsched.last_epoch = ckpt['epoch']")))
         []
-        >>> text = "save({'epoch': 3, 'net': net.state_dict(), 'optim': opt.state_dict()}, path)\\nload(ckpt['net'])"
+        >>> text = "save({'epoch': 3, 'net': net.state_dict(), 'optim': opt.state_dict()}, path)\\n"
+        >>> text += "net.load_state_dict(ckpt['net'])"
         >>> list(saved_only(ast.parse(text), key=_OPTIMIZER, beside=_PLACE))
         []
         >>> list(saved_only(ast.parse(text + "\\nstart = ckpt['epoch']"), key=_OPTIMIZER, beside=_PLACE))
@@ -159,7 +160,12 @@ def saved_only(
         return
     every = [one for tree in trees for one in ast.walk(tree)]
     said = Counter(one.value for one in every if isinstance(one, ast.Constant))
-    read = {one.slice.value for one in every if isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant)}
+    taken = [one for one in every if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Load)]
+    shown = {id(one) for node in every if _shows(node) for one in ast.walk(node)}
+    loaded = {ast.unparse(given.value) for one in every if isinstance(one, ast.Call) for given in one.args
+              if _name(one.func) == "load_state_dict" and isinstance(given, ast.Subscript)}  # fmt: skip
+    read = {one.slice.value for one in taken if isinstance(one.slice, ast.Constant) and id(one) not in shown
+            and ast.unparse(one.value) in loaded}  # fmt: skip
     for one in (node for node in every if isinstance(node, ast.Dict)):
         names = [each.value if isinstance(each, ast.Constant) else None for each in one.keys]
         if beside is not None and not any(isinstance(each, str) and beside.search(each) for each in read & {*names}):
@@ -167,3 +173,11 @@ def saved_only(
         for name, value in zip(names, one.values, strict=True):
             if isinstance(name, str) and key.search(name) and "state_dict()" in ast.unparse(value):
                 yield from [name] if said[name] == 1 else []
+
+
+def _name(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+def _shows(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) == "print")

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.marks import mark
+from anybatch.doctor.ask.marking import mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.samples.losscalls import LOSSES
-from anybatch.records.events import Backward, Epoch
+from anybatch.records.events import Backward, Epoch, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -43,6 +44,7 @@ _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
+_KEEPING = frozenset({"append", "extend"})
 _TERMS = frozenset({"mean", "sum", *LOSSES})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*_FUNCTIONS, ast.For, ast.While)
@@ -180,7 +182,10 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def about_orders(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether what is predicted of batches in an order that is drawn is kept, and the labels beside it are not read."""
-    drawn = {(one.file, one.line): one.batches for one in run.of(Epoch) if one.shuffled}
+    epochs, steps = [*run.of(Epoch)], [one.at for one in run.of(Stepped)]
+    ends = [one.at for one in epochs[1:]] + [math.inf]
+    drawn = {(one.file, one.line): one.batches for one, end in zip(epochs, ends, strict=False)
+             if one.shuffled and not any(one.at < step < end for step in steps)}  # fmt: skip
     for (file, line), batches in drawn.items():
         if (tree := tree_of(file)) is not None and line in predicting_loops(tree):
             evidence = {"batches": batches}
@@ -200,8 +205,10 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
         names = [each.id if isinstance(each, ast.Name) else "" for each in taken]
         read = {name for each in one.body for name in _loaded(each)}
         calls = {_name_called(each) for each in walked(one)}
-        if len(names) > 1 and "" not in names and [name in read for name in names] == [True] + [False] * len(names[1:]):
-            yield from [one.lineno] if calls & {"append", "extend"} and "backward" not in calls else []
+        given = [each for each in walked(one) if isinstance(each, ast.Call) and _name_called(each) not in _KEEPING]
+        is_given = any(isinstance(arg, ast.Name) and arg.id == names[0] for each in given for arg in each.args)
+        if len(names) > 1 and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
+            yield from [one.lineno] if calls & _KEEPING and "backward" not in calls else []
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -1,6 +1,5 @@
 """A step that was written down, as questions see it, and how such a question is declared."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,15 +55,9 @@ class Step:
         self, tape: Tape, optimizer: int, kept: Kept, run: Run, modules: Mapping[int, Any], until: float
     ) -> None:
         self.tape, self.optimizer, self.kept, self.run, self.modules = tape, optimizer, kept, run, modules
-        self.until, self.loss = until, tape.losses[-1]
+        self.until, self.rows, self.loss = until, tape.rows, tape.losses[-1]
         self.operations = tape.operations[: self.loss.before]
         self.leaves, self.parameters = tape.leaves, tape.parameters
-        self.rows = tape.rows if tape.rows >= 0 else self._commonest_rows()
-
-    def _commonest_rows(self) -> int:
-        """The rows that most of what comes from outside has, where no module was called with a batch."""
-        counts = Counter(len(self.leaves[one]) for one in self.needed & self.inputs if self.leaves[one].dim())
-        return max(counts, key=counts.__getitem__, default=-1)
 
     def require_rows(self) -> None:
         """Raises where the batch has too few rows, or not all of the step can be run again."""

@@ -149,7 +149,21 @@ class Tape(SafeMode):
             return None
         if name in _TAKING and not kwargs and self._is_batch_taken(args):
             return None
+        if self.rows < 0 and not self._begins(name, args, kwargs):
+            return None
         return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
+
+    def _begins(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an operation is none of those that make a batch, where no module is called with it: it has a weight.
+
+        The batch that this one is given then is a leaf, and its rows are known.
+        """
+        given = list(tensors_in((args, kwargs)))
+        weighs = any(id(one) in self.held for one in given)
+        if weighs and not writes(name, kwargs):
+            batch = next((one for one in given if id(one) not in self.held and one.dim()), None)
+            self.rows = -1 if batch is None else len(batch)
+        return weighs or any(self._slot_of(one) is not None for one in given)
 
     def _is_batch_taken(self, args: Any) -> bool:
         """Whether a batch is taken from data, as targets are from those of all samples; what is taken is a leaf."""
@@ -160,10 +174,8 @@ class Tape(SafeMode):
             count = len(range(*index.indices(len(args[0])))) if index.start else -1  # the first ones may be of a table
         else:
             count = len(index) if isinstance(index, list) or (isinstance(index, torch.Tensor) and index.dim()) else -1
-        known = given[:1] if self.rows < 0 else given  # where no module is called, which rows are taken is drawn, too
-        is_new = all(self._slot_of(one) is None and not one.requires_grad for one in known)
-        is_batch = 0 < count < len(args[0]) and (count == self.rows or self.rows < 0)
-        return is_batch and is_new and id(args[0]) not in self.held
+        is_new = all(self._slot_of(one) is None and not one.requires_grad for one in given)
+        return count == self.rows < len(args[0]) and is_new and id(args[0]) not in self.held
 
     @unseen
     def after(self, operation: Operation, result: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import FACTORS, Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
@@ -17,7 +17,6 @@ from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.torch_private import in_transform, number_of_backward
 
 _MOST_FACTORS = 8
-_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
 _SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor", "weight", "top", "touched_count",
          "kept_count")  # fmt: skip
 """The entries of a backward that are the same where it comes again."""
@@ -88,7 +87,7 @@ class BackwardHooks:
         loss, into_grad = losses[0], bool(kwargs.get("accumulate_grad", True))
         scale = recording.scaled.taken(loss) if recording.scaled.pending else None
         top = "" if loss.grad_fn is None else loss.grad_fn.name()
-        factor, top = factor_and_top(loss, scaled=scale is not None) if top in _FACTORS else (1.0, top)
+        factor, top = factor_and_top(loss, scaled=scale is not None) if top in FACTORS else (1.0, top)
         retain, create = args[1:3] if len(args) > 2 else (False, False)
         numel = loss.numel()
         value = loss.item() if numel == 1 and loss.is_cpu and not loss.is_complex() else None
@@ -168,7 +167,7 @@ def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
     node, factor = loss.grad_fn, 1.0
     for _ in range(_MOST_FACTORS):
         kind = "" if node is None else node.name()
-        if kind not in _FACTORS or node is None:
+        if kind not in FACTORS or node is None:
             return factor, kind
         number = _plain_factor(node, loss.dtype)
         if number is None and scaled:

@@ -90,6 +90,9 @@ class Sampling:
 _SCALED = "anybatch.doctor.scaled"
 
 
+FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+
+
 class ScaledLosses:
     """The losses that came out of ``GradScaler.scale`` and whose backward has not run yet; their nodes are marked.
 
@@ -121,7 +124,9 @@ class ScaledLosses:
     def taken(self, loss: torch.Tensor) -> float | None:
         """The scale of a loss whose backward runs, if it is one of these, which it is for the first one only."""
         node: Any = loss.grad_fn
-        return self.scale if node is not None and node.metadata.pop(_SCALED, False) else None
+        while node is not None and not node.metadata.pop(_SCALED, False):  # it may be divided by a number of steps
+            node = node.next_functions[0][0] if node.name() in FACTORS else None
+        return None if node is None else self.scale
 
 
 logger = logging.getLogger(__name__)

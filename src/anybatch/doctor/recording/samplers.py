@@ -87,6 +87,7 @@ class Samplers:
             self._measure("nonfinite", self.nonfinite.look_back)
         self.safely("losses", self._loss_calls.end_evaluation)
         self.safely("suspicion", self._suspicion.stop)
+        self.safely("kept", self.kept.leave)  # what could not be left below a mode that is off now
 
     # forwards
 

@@ -11,8 +11,11 @@ from anybatch.records.lossfacts import Evaluated, LossCall, Printed
 from anybatch.records.runs import Run
 
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "eval", "evaluation"})
-_SHARES = frozenset({"iou", "miou", "dice", "f1", "jaccard", "acc", "accuracy", "precision", "recall"})
-_LOSSES = frozenset({"loss", "error", "err", "neg", "negative", "diff", "delta", "gain"})
+_SHARES = frozenset({"iou", "miou", "dice", "jaccard"})
+_LOSSES = frozenset(
+    {"loss", "error", "err", "neg", "negative", "diff", "delta", "gain", "change", "drop", "improvement", "vs", "log"}
+)
+_LATE = 3  # values, of which -1 stands for what was not measured yet
 
 
 @rule("AB655", "EVALUATION_INPUTS", "warning")
@@ -56,7 +59,8 @@ def _no_shares(run: Run) -> Iterator[Found]:
     """Overlaps that a script prints of its evaluation, and that are negative at the end."""
     for one in run.of(Printed):
         words = set(re.findall("[a-z0-9]+", one.label.lower()))
-        if not words & _HELD_OUT or not words & _SHARES or words & _LOSSES or not one.values[-1] < 0:
+        late = one.values[-_LATE:]
+        if not words & _HELD_OUT or not words & _SHARES or words & _LOSSES or max(late) >= 0 or -1 in late:
             continue
         yield Found(
             text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, and no overlap of masks is negative: '

@@ -15,7 +15,7 @@ _LOGARITHMIC = (
 )  # fmt: skip
 """What log-probabilities come from: a density ends with differences, and one of classes picks an entry."""
 
-_PICKING = ("Gather", "Index", "Select", "Sum", "Mean", "Clamp")
+_PICKING = ("Gather", "Index", "Select", "Sum", "Mean", "Clamp", "LogBackward")
 _BY_ENTRY = ADDITIONS | SCALING | nodes_of(
     *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
     *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
@@ -84,7 +84,10 @@ def _is_log(node: Any, names: Mapping[Any, str]) -> bool:
     """Whether a tensor holds logarithms: of a softmax, or scores less their logsumexp, of which some are picked."""
     for _ in range(12):
         name, before = names.get(node, ""), [after for after in following(node) if after is not None]
-        if name.startswith(("Log", "NllLoss")) or any(names.get(one) == "LogsumexpBackward0" for one in before):
+        is_sure = name.startswith(
+            ("LogSoftmax", "Logsumexp", "NllLoss", "Softmax")
+        )  # the logarithm of any number is not
+        if is_sure or any(names.get(one) == "LogsumexpBackward0" for one in before):
             return True
         if not before or not (name in SCALING or name in MOVING or name.startswith(_PICKING)):
             return False
