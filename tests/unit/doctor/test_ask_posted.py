@@ -154,7 +154,9 @@ def test_a_new_net_with_the_trained_state_is_asked_for_the_scale_of_its_inputs(
     assert answer(train, "evaluated inputs") == expected
 
 
-SAVED = "save({'epoch': 3, 'net': net.state_dict(), 'optimizer': opt.state_dict()}, path)\nnet.load_state_dict(ckpt['net'])\n"
+SAVED = """save({'epoch': 3, 'net': net.state_dict(), 'optimizer': opt.state_dict()}, path)
+net.load_state_dict(ckpt['net'])
+"""
 
 
 @pytest.mark.parametrize(
