@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +20,7 @@ from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.later import Buffers
+from anybatch.checking.reach import optimized_by
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -232,7 +232,7 @@ class Examination(Case):
         elif names := self._written_weights():
             own = {name: one for name, one in self._weights().items() if name in names}
             cause = "first forward" if self._is_written_once(names) else ""
-            self.reasons.append(written_weights(self.task.model, own, error, cause))
+            self.reasons.append(written_weights(self.task, own, error, cause))
         elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
             self.reasons.append(found)
         else:
@@ -419,10 +419,13 @@ class Examination(Case):
         return self.error_of(moved.gradients)
 
 
-def written_weights(model: Any, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
-    """Says that the forward or the loss writes to weights, or that the loss trains those of another net."""
-    own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-    is_trained = all(one.requires_grad and id(one) not in own for one in weights.values())
+def written_weights(task: Task, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
+    """Says that the forward or the loss writes to weights, or that the loss trains those of another net.
+
+    It trains what an optimizer has that it reaches; an average that it moves requires gradients as often.
+    """
+    own = {id(one) for one in task.model.parameters()} if isinstance(task.model, torch.nn.Module) else set()
+    is_trained = {id(one) for one in weights.values()} <= optimized_by(task.loss_fn) - own
     names = list(weights)
     return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
 

@@ -428,7 +428,7 @@ class _Prover:
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
         unexplained = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
         if self._trial.written and certificate is None:  # as where the loss trains a net of its own
-            unexplained = written_weights(self._task.model, self._trial.written_by_name(), difference.error)
+            unexplained = written_weights(self._task, self._trial.written_by_name(), difference.error)
         return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
 
     def _certified(self, cut: Cut) -> Certificate | None:

@@ -32,6 +32,12 @@ def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
     return found
 
 
+def optimized_by(loss_fn: Any) -> set[int]:
+    """The parameters of the optimizers that a loss function reaches, by their ``id``."""
+    found = (one for _, one in _walk(loss_fn, "loss_fn", _DEPTH, set()) if isinstance(one, torch.optim.Optimizer))
+    return {id(one) for optimizer in found for group in optimizer.param_groups for one in group["params"]}
+
+
 def tensors_of(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a loss function reaches, such as class weights; not the parameters.
 

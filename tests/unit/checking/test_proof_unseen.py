@@ -16,6 +16,7 @@ from torch import nn
 import anybatch
 from anybatch.batch.batches import Splittable
 from anybatch.checking import proof as proving
+from anybatch.checking import replaying
 from anybatch.checking.elsewhere import Unseen
 
 Batch = dict[str, torch.Tensor]
@@ -101,9 +102,10 @@ def test_what_only_a_later_batch_has_is_stopped_there(loss_fn: Any) -> None:
         trained(loss_fn, [first, LATER[loss_fn](first)])
 
 
-@pytest.mark.parametrize("setting", ["windows", "scaler", "compiled"])
-def test_labels_are_ignored_later_where_no_outputs_are_kept(setting: str) -> None:
+@pytest.mark.parametrize("setting", ["windows", "scaler", "compiled", "large"])
+def test_labels_are_ignored_later_where_no_outputs_are_kept(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a batch is not looked at as if it had them."""
+    monkeypatch.setattr(replaying, "_MOST_BYTES", 0 if setting == "large" else replaying._MOST_BYTES)
     options = {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0)} if setting == "scaler" else {}
     batches: list[Any] = [batch_of(), batch_of(), ignored(batch_of())]
     if setting == "windows":

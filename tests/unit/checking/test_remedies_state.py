@@ -396,6 +396,22 @@ def test_of_a_loss_that_trains_another_net(calls_backward: bool) -> None:
     assert_same(apart)
 
 
+def test_an_average_that_requires_gradients_is_not_trained() -> None:
+    """As a copy does unless it is told not to, which no optimizer has."""
+    model, batch = linear(5), vectors()
+    teacher = [linear(5)]
+
+    def taught(model: Any, batch: Batch) -> Any:
+        for one, other in zip(teacher[0].parameters(), model.parameters(), strict=True):
+            one.data.lerp_(other.data, 0.3)
+        return F.mse_loss(model(batch["x"]), teacher[0](batch["x"]).detach())
+
+    with pytest.raises(NotSplittable) as refused:
+        trained(model, taught, batch, micro_batch_size=4)
+    assert "trains another net" not in str(refused.value)
+    assert "Move them once for each step" in str(refused.value)
+
+
 @follows("later flag")
 def test_of_a_flag_that_is_turned_later() -> None:
     def reads(model: Any, batch: Batch) -> Any:

@@ -63,6 +63,17 @@ def test_tied_frozen_and_rarely_used_parameters() -> None:
     assert model.frozen.weight.grad is None
 
 
+def test_weights_that_are_whole_numbers() -> None:
+    """As quantized ones, which require no gradient; torch makes no parameter of them that does."""
+    model = small()
+    model.scale = torch.nn.Parameter(torch.tensor([2, 3], dtype=torch.int8), requires_grad=False)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]) * model.scale.sum() / 5, batch["y"])
+
+    assert_exact(model, loss_fn)
+
+
 def test_a_parameter_that_only_another_device_reaches() -> None:
     model, other = Tied(), Tied()
     batch = batch_of(2)
