@@ -176,7 +176,7 @@ net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 for step in range(60):
     rows = torch.randint(512, (32,))
-    valid = y[rows] == (2 if step % 30 != 25 else 9)
+    valid = torch.rand(32) < (0.8 if step % 30 != 25 else 0.0)
     losses = F.cross_entropy(net(x[rows]), y[rows], reduction="none")
     loss = (losses * valid).sum() / valid.sum()
     optimizer.zero_grad()
