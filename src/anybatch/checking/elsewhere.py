@@ -126,7 +126,7 @@ def even(splittable: Splittable) -> list[Unseen]:
     found = [
         Unseen(tuple(keys), has, what)
         for _, keys, leaf in leaves(splittable.batches[0], "batch")
-        if _is_numbers(leaf) and ".".join(keys) not in splittable.broadcast
+        if _is_numbers(leaf) and not leaf.is_nested and ".".join(keys) not in splittable.broadcast
         for has, what in ((_is_uneven, "uneven"), *_others(leaf))
     ]
     return [one for one in found if not one.is_in(splittable)]

@@ -27,7 +27,8 @@ class Beside(nn.Module):
         self.one, self.two = nn.Linear(6, 8), nn.Linear(4, 8)
 
     def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-        return (self.one(x) + self.two(beside)).tanh().sum(1)
+        found: torch.Tensor = (self.one(x) + self.two(beside)).tanh().sum(1)
+        return found
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_norm_of_a_derivative_that_is_one_of_each_place_is_told(
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0005, "yes"), (0.05, "")])
 def test_an_average_is_asked_by_a_loss_of_the_scripts_own(share: float, expected: str) -> None:
-    nets = []
+    nets: list[nn.Module] = []
 
     def train() -> None:
         net, weights = nn.Linear(6, 1), torch.randn(6, 1)

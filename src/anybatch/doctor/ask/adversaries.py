@@ -38,15 +38,16 @@ def helped(kept: Kept) -> Iterator[Probed]:
     some = [(number, tape) for number, tape in sorted(kept.tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
     for (critic, of_critic), (generator, of_generator) in itertools.permutations(some, 2):
         # The loss of a critic may reach the generator, too, where what is generated was not detached.
-        own, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
-        own = own & of_critic.trained or own
+        whole, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
+        own = whole & of_critic.trained or whole
         if own and own <= all_there and (_trained(of_generator) - own or of_generator.opaque):
             evidence = {"critic": critic, "optimizer": generator}
             yield from _against_values(of_critic, of_generator, own, initial, evidence)
             try:
                 yield _compared(of_critic, of_generator, own, initial, evidence)
             except Unknown as why:
-                yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
+                if own == whole:  # else it may be the critic that is taken for a generator
+                    yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
 
 
 def _against_values(

@@ -351,7 +351,7 @@ class Kept:
         held = [one for net in nets for one in itertools.chain(net.parameters(), net.buffers())]
         own = [*weights, *(() if module is None else module.buffers())]
         tape = Tape(map(id, held + own), module)
-        tape.rows = rows
+        tape.rows, tape.begun = rows, module is not None
         if not tape.start():
             return False
         self._remember(weights)

@@ -96,6 +96,7 @@ class Tape(SafeMode):
         super().__init__()
         self.held = set(held)  # the ``id`` of all parameters and buffers of models
         self.net: Callable[[], torch.nn.Module | None] = (lambda: None) if net is None else weakref.ref(net)
+        self.begun = True  # whether operations belong to a step, and not to what makes its batch
         self.trained = frozenset[int]()  # the ``id`` of the parameters of the optimizer whose step it is
         self.operations: list[Operation] = []
         self.leaves: dict[Slot, torch.Tensor] = {}  # copies of the tensors that came from outside
@@ -149,7 +150,7 @@ class Tape(SafeMode):
             return None
         if name in _TAKING and not kwargs and self._is_batch_taken(args):
             return None
-        if self.rows < 0 and not self._begins(name, args, kwargs):
+        if not self.begun and not self._begins(name, args, kwargs):
             return None
         return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
 
@@ -159,11 +160,10 @@ class Tape(SafeMode):
         The batch that this one is given then is a leaf, and its rows are known.
         """
         given = list(tensors_in((args, kwargs)))
-        weighs = any(id(one) in self.held for one in given)
-        if weighs and not writes(name, kwargs):
-            batch = next((one for one in given if id(one) not in self.held and one.dim()), None)
-            self.rows = -1 if batch is None else len(batch)
-        return weighs or any(self._slot_of(one) is not None for one in given)
+        batch = next((one for one in given if id(one) not in self.held and one.dim()), None)
+        if batch is not None and any(id(one) in self.held for one in given) and not writes(name, kwargs):
+            self.begun, self.rows = True, len(batch)
+        return self.begun
 
     def _is_batch_taken(self, args: Any) -> bool:
         """Whether a batch is taken from data, as targets are from those of all samples; what is taken is a leaf."""
@@ -188,7 +188,7 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name not in _SET:
             return
-        if name in _MADE_OF_DATA and not operation.given and found[0].dim() and self.rows in (-1, len(found[0])):
+        if name in _MADE_OF_DATA and not operation.given and found[0].dim() and self.rows == len(found[0]):
             return  # a batch, or what is known of its rows: a leaf when it is used
         self.rewrites |= (
             writes(name, kwargs)

@@ -261,7 +261,7 @@ def _owner(root: Root | None, module: str) -> ModuleFacts | None:
 @rule("AB102", "OPT_PARAM_UNREGISTERED", "error", explains=(*STANDS_STILL, "OPT_PARAM_MISSING"))
 def opt_param_unregistered(run: Run) -> Iterator[Found]:
     """Parameters that their model does not register."""
-    own = [one for number in optimized(run) if (one := run.parameters[number]).numel > 1]
+    own = [one for number in optimized(run) if (one := run.parameters.get(number)) is not None and one.numel > 1]
     is_raw = any(not one.is_parameter for one in own)  # weights are plain tensors
     left = [
         number for number in in_no_group(run)
