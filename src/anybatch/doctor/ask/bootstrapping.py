@@ -11,7 +11,7 @@ from anybatch.records.lossfacts import Probed
 _PASSING = MOVING | {"detach", "unsqueeze", "squeeze", "to", "float", "clone", "data"}
 _REORDERING = frozenset(
     {"roll", "flip", "cat", "stack", "index_select", "narrow"}
-)  # of rows, as where values are shifted by one
+)  # as where values are shifted by one
 _LEAST_DISCOUNT = 0.5
 
 
@@ -62,9 +62,9 @@ def _states(step: Step, slot: Slot) -> set[bytes]:
     """The values of the batches of numbers that a tensor is made of by way of parameters, where no rows are moved."""
     made = step.made_of(slot)
     moved = [one for one in step.operations if made & set(one.outs) and _moves_rows(step, one)]
-    rows, acts = len(step.values[slot]), not step.parameters.keys().isdisjoint(made)
-    if moved or not acts:
+    if moved or step.parameters.keys().isdisjoint(made) or not step.values[slot].dim():
         return set()
+    rows = len(step.values[slot])
     given = [step.leaves[one] for one in made & step.inputs]
     return {_bytes(one) for one in given if one.dim() > 1 and len(one) == rows and one.is_floating_point()
             and bool((one != one[:1]).any())}  # fmt: skip
