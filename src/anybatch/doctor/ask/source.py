@@ -206,7 +206,7 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
         read = {name for each in one.body for name in _loaded(each)}
         calls = {_name_called(each) for each in walked(one)}
         given = [each for each in walked(one) if isinstance(each, ast.Call) and _name_called(each) not in _KEEPING]
-        is_given = any(isinstance(arg, ast.Name) and arg.id == names[0] for each in given for arg in each.args)
+        is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
         if len(names) > 1 and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
             yield from [one.lineno] if calls & _KEEPING and "backward" not in calls else []
 
