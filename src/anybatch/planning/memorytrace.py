@@ -72,6 +72,7 @@ class PassTrace:
     # numbers of allocations that micro-batches which did not run would hold, too, for each kind of them
     repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0  # bytes that were alive at most with all that lay beside, if it ran for real within a limit
+    fixed: int = 0  # bytes of that which are there however many samples run
     spare: int = 0  # how many times as many samples would run within the same limit
     # of tensors that the first micro-batch makes for all, after which operation, and their numbers
     weights: tuple[tuple[int, int], ...] = ()
@@ -271,7 +272,7 @@ class Run:
             if is_new and differ(own[0], micro_batch_of(subject, self._parts[0])):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
-            trace.taken = beside + recording.most
+            trace.taken, trace.fixed = beside + recording.most, _bytes_beside(subject, None) + self._fixed_bytes()
             if limit is not None and spills:
                 trace.taken += _bytes_uncopied(subject, batches)
                 trace.spare = (limit - needed) // max(1, beside + recording.most_here - needed)

@@ -2,9 +2,10 @@
 
 With chunks of k of T steps, states of s bytes and activations of a bytes a step, a pass holds T / k * s + k * a beside
 what is there anyway. Fewer chunks are faster, so that the longest chunk is taken that fits with all samples at once;
-where none does, the length with the least memory, in micro-batches that fit.
+where none does, with half of them, and so on; and last the length with the least memory, in micro-batches that fit.
 """
 
+import contextlib
 import copy
 import logging
 import sys
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
 _ATTEMPTS = 4  # lengths with all samples at once, before those with the least memory
+_AROUND = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0)  # of the length that is predicted to hold the least, what is looked at
 _LESS = 0.9  # of a length is tried after one whose trace showed more bytes than were predicted
 
 
@@ -188,40 +190,53 @@ class ChunkSearch(Search):
     def bases(self, budget: int) -> list[Recipe]:
         """Several lengths, the first that fits of which is taken.
 
-        They are the longest that are predicted to fit with all samples at once, of which a trace may show more bytes,
-        and the length with the least memory.
+        They are the longest that are predicted to fit with all samples at once, of which a trace may show more bytes;
+        where none does, with half of the samples, and so on; and the length with the least memory.
         """
         if self._loss.is_truncated:
             return [self._base(None, splits=True)]
+        self.profiles.is_last = True
         self.profiles.stay_within(budget)
-        shape, rows = self._shape()
-        fits_at_once = rows == self.subject.splittable.rows
-        usable = usable_bytes(budget, self._target, self.profiles.confidence) if fits_at_once else -1
-        found: list[int] = []
-        for length in shape.lengths:
-            fits = length >= shape.best and shape.peak(length) <= usable
-            if fits and len(found) < _ATTEMPTS and (not found or length <= found[-1] * _LESS):
-                found.append(length)
-        index = shape.lengths.index(shape.best)
-        near = {*shape.lengths[max(0, index - 1) : index + 2], shape.lengths[-1]}
-        least = min(sorted(near), key=lambda length: self._held(Chunks(length, self._state_bytes), rows=1))
-        return [*(self._base(length, splits=False) for length in found), self._base(least, splits=True)]
+        usable, total = usable_bytes(budget, self._target, self.profiles.confidence), self.subject.splittable.rows
+        rows, found = 2 * total, list[int]()
+        while not found and rows > 1:
+            rows //= 2
+            try:
+                shape = self._shape(rows)
+            except TooLarge:
+                if rows == 1:
+                    raise
+                logger.info("not even short chunks of %d samples may run for real within the budget", rows)
+                continue
+            for length in shape.lengths:
+                fits = length >= shape.best and shape.peak(length) <= usable
+                if fits and len(found) < _ATTEMPTS and (not found or length <= found[-1] * _LESS):
+                    found.append(length)
+        least = self._least_held(shape)
+        return [*(self._base(length, splits=rows < total) for length in found), self._base(least, splits=True)]
 
-    def _shape(self) -> tuple[Shape, int]:
-        """Traces short chunks of all samples, or of one: a few, one more of them, and a few that are twice as long."""
-        steps, rows = self._steps, self.subject.splittable.rows
+    def _least_held(self, shape: Shape) -> int:
+        """The length around the one that is predicted with which a single sample holds the least."""
+        held: dict[int, int] = {}
+        self.profiles.is_last = False  # of them
+        for factor in _AROUND:
+            length = min(shape.lengths, key=lambda one: abs(one - factor * shape.best))
+            with contextlib.suppress(TooLarge):
+                held[length] = self._held(Chunks(length, self._state_bytes), rows=1)
+        self.profiles.is_last = True
+        return min(held, key=lambda one: held[one]) if held else shape.best
+
+    def _shape(self, rows: int) -> Shape:
+        """Traces short chunks of so many samples: a few, one more of them, and a few that are twice as long."""
+        steps = self._steps
         short = max(1, min(_SHORT, steps // (2 * FEW + 2)))
         ways = (Chunks(short), Chunks(short, most=FEW + 1), Chunks(2 * short))
-        try:
-            low, more, high = (self._held(chunks, rows=rows) for chunks in ways)
-        except TooLarge:
-            logger.info("not even short chunks of all samples may run for real within the budget")
-            rows = 1
-            low, more, high = (self._held(chunks, rows=rows) for chunks in ways)
+        low, more, high = (self._held(chunks, rows=rows) for chunks in ways)
         step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
-        self._state_bytes = -(-int(state) // rows)
+        of_one = -(-int(state) // rows)  # and what a chunk leaves behind whatever its samples, of many the least
+        self._state_bytes = min(self._state_bytes or of_one, of_one)
         logger.info("of %d steps a state takes %d bytes and a step in a chunk %d", steps, int(state), int(step))
-        return Shape(steps, low - step * short, step, state), rows
+        return Shape(steps, low - step * short, step, state)
 
     def _held(self, chunks: Chunks, *, rows: int) -> int:
         """The bytes of a pass with some chunks, traced at that very size."""

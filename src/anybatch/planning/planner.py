@@ -216,7 +216,7 @@ class Planner:
         held = held_on(self.subject, self.target)
         for search in self._searches:
             search.begin(base)
-            search.held = held
+            search.held, search.profiles.is_last = held, base == self._least
             search.look_within(self._usable_of(budget), budget)
         self._usable = self._usable_of(budget)
         for search in self._searches:

@@ -68,6 +68,7 @@ class Predictor:
             1  # samples of the smallest micro-batch that there may be, which runs for real where that is needed
         )
         self.may_recompute = False
+        self.is_last = True  # nothing that may hold less is looked at beside this, or after it
         self.extrapolates = True  # what runs for real is taken to be linear in the samples
         # Blocks that are recomputed in all runs, since not even the smallest one stays within the budget without.
         self.always: tuple[str, ...] = ()
@@ -379,9 +380,7 @@ class Predictor:
         if not smaller or self._is_apart(recipe.plain):
             return 0
         last = known[smaller[-1]]
-        fixed, few = sum(one.size for one in last.allocations if one.born < 0), 0
-        if len(smaller) > 1:
-            fixed, few = known[smaller[0]].taken, smaller[0]
+        fixed, few = (known[smaller[0]].taken, smaller[0]) if len(smaller) > 1 else (last.fixed, 0)
         return last.taken + (last.taken - fixed) * (samples - smaller[-1]) // (smaller[-1] - few)
 
     def _stopped(self, part: Part, recipe: Recipe, needed: int) -> None:
@@ -389,7 +388,7 @@ class Predictor:
 
         If they do not run with that either, it raises ``NothingRuns``.
         """
-        if self.subject.splits and len(part.samples) > self.least:
+        if self.subject.splits and (len(part.samples) > self.least or not self.is_last):
             known = self._refused.get(recipe.chunks) or self.size_of(part)
             self._refused[recipe.chunks] = min(known, self.size_of(part), key=lambda one: one.samples)
             return

@@ -183,7 +183,8 @@ class Search:
 
     def holds_update(self, budget: int) -> bool:
         """Whether the update fits beside the losses of micro-batches, of which splittings keep more or fewer."""
-        return any(self.profile(self.base, one).update_peak <= budget for one in reversed(self.splittings))
+        found = (self._profile_within(self.base, one) for one in reversed(self.splittings))
+        return any(one is not None and one.update_peak <= budget for one in found)
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once without memory optimizations; 0 if it is not known.

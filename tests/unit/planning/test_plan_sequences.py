@@ -193,3 +193,11 @@ def test_few_chunks_end_as_many_do(total: int, length: int) -> None:
     assert -(-shown // length) == min(chunks, FEW)
     assert left_out == chunks - min(chunks, FEW)
     assert shown % length == total % length
+
+
+def test_where_no_chunk_of_all_samples_fits_as_many_run_at_once_as_do(constant_times: None) -> None:
+    subject = subject_of("lstm")
+    batch = subject.batch(8, 60)
+    smallest = plan_of(subject, batch, 2**30).smallest_bytes
+    splits = [plan_of(subject, batch, smallest * percent // 100).micro_batches for percent in (100, 105, 120, 150)]
+    assert splits[-1] <= 4
