@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import anybatch
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Cleared
@@ -31,6 +32,21 @@ def test_zero_grad_missing_fires_after_three_steps() -> None:
     assert (one.severity, one.step, one.place.line) == ("error", 3, LINES["backward"])
     assert one.fix.startswith("opt.zero_grad()")
     assert not findings(not_cleared(3), "ZERO_GRAD_MISSING")
+
+
+def test_zero_grad_missing_fires_where_every_second_step_uses_gradients_again() -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(8):
+            x = torch.randn(16, 4)
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            net(x).abs().mean().backward()
+            optimizer.step()
+    (one,) = (each for each in diagnose(doctor.run) if each.name == "ZERO_GRAD_MISSING")
+    assert "at 8 steps of 8 behind it" in one.message
 
 
 def test_zero_grad_missing_fires_as_a_warning_for_a_part_of_the_parameters() -> None:
@@ -226,3 +242,50 @@ def test_step_without_gradient_is_quiet_beside_another_optimizer() -> None:
     built = adversaries(shared=True)  # one loss for both, cleared before the second step
     assert not findings(built, "STEP_WITHOUT_GRADIENT")
     assert findings(built, "ZERO_GRAD_BEFORE_STEP")
+
+
+def repeated(between: str, *, rounds: int = 8) -> Doctor:
+    """Steps twice in each round, with something between the two steps."""
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(rounds):
+            x, y = torch.randn(16, 4), torch.randint(2, (16,))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            if between == "backward":
+                F.cross_entropy(net(x), y).backward()
+            elif between == "by hand":
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(0.5)
+            elif between == "clearing":
+                optimizer.zero_grad()
+            optimizer.step()
+    return doctor
+
+
+def test_step_twice_fires_on_steps_without_a_backward_between() -> None:
+    (one,) = (each for each in diagnose(repeated("").run) if each.name == "STEP_TWICE")
+    assert one.severity == "warning"
+    assert one.fix.startswith("remove the second step of optimizer")
+
+
+def test_step_twice_fires_behind_a_step_that_steps_by_itself() -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step = anybatch.TrainStep(
+        net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), optimizer, micro_batch_size=8
+    )
+    with Doctor() as doctor:
+        for _ in range(8):
+            step((torch.randn(16, 4), torch.randint(2, (16,))))
+            optimizer.step()
+    assert any(each.name == "STEP_TWICE" for each in diagnose(doctor.run))
+
+
+def test_step_twice_is_quiet_on_other_gradients() -> None:
+    for between in ("backward", "by hand", "clearing"):
+        assert not any(each.name == "STEP_TWICE" for each in diagnose(repeated(between).run)), between
+    assert not findings(simple(), "STEP_TWICE")

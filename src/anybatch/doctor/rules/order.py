@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.rules.wiring import in_no_group
@@ -11,6 +12,7 @@ from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, me
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
 
 _ENOUGH = 20  # steps of which one shows what lies between the clearing and the step
 
@@ -23,25 +25,37 @@ def zero_grad_missing(run: Run, *, steps: float = Limit(3, "in a row, without th
         if in_no_group(run) and any(one.own <= other.own for other in every if other is not one):
             continue  # it was given a net of another optimizer, and its own one is in none
         row: list[tuple[Stepped, Pass]] = []
+        every_time = list[tuple[Stepped, Pass]]()
         for window, step in one.stepped:
             added = next((back for back in window.used if back.kept is not None and back.kept & one.own), None)
             if added is not None and not window.borders:
                 row.append((step, added))
+                every_time.append((step, added))
             elif len(row) >= steps:
                 break
             else:
                 row = []
-        yield from [_not_cleared(run, one, row)] if len(row) >= steps else _closure_clears_nothing(run, one)
+        if len(row) >= steps:
+            yield _not_cleared(run, one, row, "in a row")
+        elif len(every_time) >= steps and 2 * len(every_time) > (of := _steps_behind(one, every_time[0][1])):
+            yield _not_cleared(run, one, every_time, f"of {of} behind it")
+        else:
+            yield from _closure_clears_nothing(run, one)
 
 
-def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]]) -> Found:
+def _steps_behind(one: OptimizerView, back: Pass) -> int:
+    """How many steps use the gradients of a backward on the same line."""
+    return sum(any(other.spot == back.spot for other in window.used) for window, _ in one.stepped)
+
+
+def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]], how_often: str) -> Found:
     added = row[0][1]
     kept = (added.kept or frozenset()) & one.own
     reached = (added.touched or frozenset()) & one.own
     whole = len(kept) == len(reached)
     return Found(
         text=f"{one}.step() used the gradients{'' if whole else f' of {names_of(run, kept)}'} a second time: no "
-        f"zero_grad() came before the next backward{near(added.fact)}, at {counted(len(row), 'step')} in a row.",
+        f"zero_grad() came before the next backward{near(added.fact)}, at {counted(len(row), 'step')} {how_often}.",
         fix=f"{one}.zero_grad()  # before the backward{near(added.fact)}",
         cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
         since=added.fact,
@@ -217,3 +231,44 @@ def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones m
             optimizer=one.number,
             evidence={"steps": len(one.steps), "backwards": sum(spots.values())},
         )
+
+
+@rule("AB305", "STEP_TWICE", "warning")
+def step_twice(run: Run, *, steps: float = Limit(3, "of those whose gradients were measured")) -> Iterator[Found]:
+    """Optimizers that step a second time along the same gradients."""
+    for one in optimizers(run):
+        norms = {norm.number: _gradients_of(norm, one) for norm in run.of(Norms) if norm.optimizer == one.number}
+        pairs = [
+            (window, before, step)
+            for (_, before), (window, step) in pairwise(one.stepped)
+            if before.number + 1 == step.number and norms.get(step.number)
+        ]
+        again = [
+            (before, step)
+            for window, before, step in pairs
+            if not (window.passes or window.clears or step.edited or step.closure)
+            and norms.get(before.number) == norms[step.number]
+        ]
+        seen = any(window.passes for window, _ in one.stepped)  # else nobody knows what came between
+        if not seen or len(again) < steps or 3 * len(again) < len(pairs):
+            continue
+        first, second = again[0]
+        yield Found(
+            text=f"{one} steps twice along the same gradients: no backward lies between its steps{near(first)} and"
+            f"{near(second)}, {len(again)} times in the {counted(len(pairs), 'step')} that were measured.",
+            fix=f"remove the second step of {one}{near(second)}",
+            cause="A step that is taken twice is longer than the learning rate says, and moves momentum and moments of "
+            "the optimizer twice.",
+            since=second,
+            step=again[-1][1].number,
+            parameters=one.own,
+            optimizer=one.number,
+            evidence={"twice": len(again), "steps": len(pairs)},
+        )
+
+
+def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:
+    """The norms of an optimizer's gradients; empty where all are zero."""
+    own = (grad for number, grad in zip(norm.parameters, norm.grad, strict=False) if number in one.own)
+    found = tuple(grad for grad in own if grad is not None)
+    return found if any(found) else ()
