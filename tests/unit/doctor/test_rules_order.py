@@ -289,3 +289,45 @@ def test_step_twice_is_quiet_on_other_gradients() -> None:
     for between in ("backward", "by hand", "clearing"):
         assert not any(each.name == "STEP_TWICE" for each in diagnose(repeated(between).run)), between
     assert not findings(simple(), "STEP_TWICE")
+
+
+def backwards_of(second: str, *, rounds: int = 6) -> Doctor:
+    """Two backwards for one step."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(rounds):
+            x, y = torch.randn(16, 4), torch.randint(2, (16,))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            other = x if second == "same" else x + 0.1
+            F.cross_entropy(net(other), y).backward()
+            optimizer.step()
+    return doctor
+
+
+def test_loss_counted_twice_fires_on_two_backwards_of_equal_losses() -> None:
+    (one,) = (each for each in diagnose(backwards_of("same").run) if each.name == "LOSS_COUNTED_TWICE")
+    assert one.fix.startswith("remove the backward (test_rules_order.py:")
+
+
+def test_loss_counted_twice_is_quiet_on_other_losses() -> None:
+    assert not any(each.name == "LOSS_COUNTED_TWICE" for each in diagnose(backwards_of("noisy").run))
+    assert not findings(not_cleared(), "LOSS_COUNTED_TWICE")
+
+
+def test_loss_counted_twice_fires_where_the_first_one_was_split() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with Doctor() as doctor:
+        for _ in range(6):
+            batch = torch.randn(16, 4), torch.randint(2, (16,))
+            optimizer.zero_grad()
+            anybatch.backward(net, loss_fn, batch, micro_batch_size=4)
+            loss_fn(net, batch).backward()
+            optimizer.step()
+    assert any(each.name == "LOSS_COUNTED_TWICE" for each in diagnose(doctor.run))

@@ -150,7 +150,7 @@ def with_metrics(loss_fn: Any, model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", [None, named, yielded, with_metrics])
-def test_the_count_of_a_mean_is_read_by_the_step_and_not_by_its_plan(form: Any) -> None:
+def test_the_count_of_a_mean_is_read_by_the_step_and_not_by_its_plan(form: Any, constant_times: None) -> None:
     """It is a tensor without numbers there, so that a step whose plan read it would have to run for real."""
 
     def loss_fn(model: Any, batch: Any) -> Any:

@@ -1,7 +1,6 @@
 """A plan that was made is a plan that can be followed."""
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -97,20 +96,16 @@ def test_where_the_history_of_lbfgs_does_not_fit_another_optimizer_is_planned() 
 
 
 @pytest.mark.parametrize("way", ["resumed", "given"])
-def test_a_plan_for_more_memory_than_there_is_now_is_made_again(way: str) -> None:
+def test_a_plan_for_more_memory_than_there_is_now_is_made_again(way: str, constant_times: None) -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def unhurried(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.sleep(0.002)  # few micro-batches are the fastest then, however busy the machine is
-        return loss_fn(model, batch)
-
-    whole = anybatch.plan(model, unhurried, BATCH, optimizer, memory="1GiB").whole_bytes
-    larger = anybatch.TrainStep(model, unhurried, optimizer, memory=2 * whole)
+    whole = anybatch.plan(model, loss_fn, BATCH, optimizer, memory="1GiB").whole_bytes
+    larger = anybatch.TrainStep(model, loss_fn, optimizer, memory=2 * whole)
     plan = larger(BATCH).plan
     assert plan is not None
     given = plan if way == "given" else None
-    smaller = anybatch.TrainStep(model, unhurried, optimizer, memory=whole // 2, plan=given)
+    smaller = anybatch.TrainStep(model, loss_fn, optimizer, memory=whole // 2, plan=given)
     if way == "resumed":
         smaller.load_state_dict(larger.state_dict())
     found = anybatch.measure(lambda: smaller(BATCH), model=model, optimizer=optimizer, batch=BATCH)

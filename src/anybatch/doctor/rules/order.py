@@ -1,8 +1,10 @@
 """Rules of the family order: zero_grad, backward and step, and what happens when one is missing or misplaced."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
+from statistics import mean
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.rules.wiring import in_no_group
@@ -14,6 +16,7 @@ from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
 
+_ROUNDING = 1e-6  # relative; a mean over micro-batches is summed in another order
 _ENOUGH = 20  # steps of which one shows what lies between the clearing and the step
 
 
@@ -265,6 +268,49 @@ def step_twice(run: Run, *, steps: float = Limit(3, "of those whose gradients we
             optimizer=one.number,
             evidence={"twice": len(again), "steps": len(pairs)},
         )
+
+
+@rule("AB306", "LOSS_COUNTED_TWICE", "warning")
+def loss_counted_twice(run: Run, *, steps: float = Limit(3, "of those whose losses are known")) -> Iterator[Found]:
+    """Steps along two backwards, on two lines, of losses that are equal but for rounding."""
+    for one in optimizers(run):
+        found = [(again, step) for window, step in one.stepped if (again := _twice_in(window)) is not None]
+        known = [again for again, _ in found if again]
+        if len(known) < steps or 2 * len(known) < len(found):
+            continue
+        first, second = known[0]
+        step = next(step for again, step in found if again)
+        yield Found(
+            text=f"{one}.step() uses the same loss twice: those of the backwards{near(first)} and{near(second)} are "
+            f"equal but for rounding, at {len(known)} of {counted(len(found), 'step')}.",
+            fix=f"remove the backward{near(second)}",
+            cause="Both backwards add to the gradients, so that these are twice as large as those of the loss.",
+            since=second,
+            step=step.number,
+            parameters=one.own,
+            optimizer=one.number,
+            evidence={"twice": len(known), "steps": len(found)},
+        )
+
+
+def _twice_in(window: Window) -> tuple[Backward, Backward] | tuple[()] | None:
+    """Two backwards on two lines with one loss, if there are any; ``None`` where the losses are not known.
+
+    Of several micro-batches on a line the mean counts.
+    """
+    facts = [back.fact for back in window.used]
+    lines = [[*part] for _, part in groupby(facts, key=lambda one: (one.file, one.line))]
+    losses = [mean(one.value for one in part if one.value is not None) for part in lines if _are_known(part)]
+    if len(losses) < 2 or len(losses) < len(lines):
+        return None
+    for place, (one, other) in enumerate(pairwise(losses)):
+        if one and math.isclose(one, other, rel_tol=_ROUNDING):
+            return lines[place][0], lines[place + 1][0]
+    return ()
+
+
+def _are_known(backs: list[Backward]) -> bool:
+    return all(one.value is not None for one in backs)
 
 
 def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:
