@@ -170,8 +170,10 @@ class Drawn(Placed):
 
 
 @fact("scored")
-class Scored(Fact):
+class Scored(Placed):
     """``log_prob`` gave a value with a gradient: recorded once per class of distribution and width."""
 
     distribution: str = ""  # the name of the distribution's class
     width: int = 1  # the size of the last dim of the value; 1 if it has no dims
+    # where the one is a column and the other a row of as many: the shapes of the value and of the distribution
+    crossed: tuple[tuple[int, ...], ...] = ()

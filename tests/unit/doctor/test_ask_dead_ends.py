@@ -120,11 +120,17 @@ class Halved(nn.Module):
         return torch.cat([x[:, :3], x[:, 3:] * scale.exp() + shift], 1), self.sign * scale.sum(1)
 
 
-def density(sign: int, *, normal: bool = False) -> None:
+def density(sign: int, *, normal: bool = False, apart: bool = False) -> None:
     net = Halved(sign)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for _ in range(8):
-        z, stretch = net(torch.randn(ROWS, 6) * 2)
+        x = torch.randn(ROWS, 6) * 2
+        if apart:  # the halves are taken before anything that is seen
+            kept, moved = x[:, :3], x[:, 3:]
+            scale, shift = net.net(kept).chunk(2, 1)
+            z, stretch = torch.cat([kept, moved * scale.exp() + shift], 1), sign * scale.sum(1)
+        else:
+            z, stretch = net(x)
         own = torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(1) if normal else -z.pow(2).sum(1) / 2
         loss = -(own + stretch).mean()
         optimizer.zero_grad()
@@ -136,6 +142,12 @@ def density(sign: int, *, normal: bool = False) -> None:
 def test_a_determinant_with_the_other_sign_is_told_and_one_with_its_own_is_not(normal: bool) -> None:
     assert answer(lambda: density(-1, normal=normal), "turned volume") == "yes"
     assert answer(lambda: density(1, normal=normal), "turned volume") == "no"
+
+
+def test_a_determinant_is_known_where_the_program_takes_the_entries_apart() -> None:
+    assert answer(lambda: density(-1, apart=True), "turned volume") == "yes"
+    assert answer(lambda: density(1, apart=True), "turned volume") == "no"
+    assert answer(lambda: density(1, apart=True), "false volume") == "no"
 
 
 def flow(kind: str) -> None:

@@ -316,6 +316,34 @@ def test_weights_of_another_axis_and_masks_of_what_is_kept_are_told(dim: int, in
     assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
 
 
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_mask_of_booleans_of_the_fused_attention_says_what_takes_part(inverted: bool) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.labels, self.out = nn.Embedding(9, 8), nn.Embedding(3, 8), nn.Linear(8, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
+            labels = self.labels.weight.expand(len(tokens), -1, -1).unflatten(-1, (2, 4)).transpose(1, 2)
+            kept = (tokens == 0 if inverted else tokens != 0)[:, None, None]
+            made = F.scaled_dot_product_attention(labels, x, x, attn_mask=kept)
+            scores: torch.Tensor = self.out(made.transpose(1, 2).flatten(2)).squeeze(-1)
+            return scores
+
+    def train() -> None:
+        net = Fused()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            tokens, length = torch.randint(1, 9, (ROWS, 10)), torch.randint(3, 10, (ROWS, 1))
+            optimizer.zero_grad()
+            scores = net(tokens.masked_fill(torch.arange(10) >= length, 0))
+            F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
+
+
 def test_an_assignment_to_clusters_sums_over_another_axis_as_it_should() -> None:
     net = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 3)])
 

@@ -87,6 +87,16 @@ def test_activations_that_feed_a_distance_are_told() -> None:
     ]  # fmt: skip
 
 
+def test_an_activation_before_one_of_two_calls_of_a_distance_is_not_told_of_both() -> None:
+    model = net()
+    walker, _ = setting(model)
+    targets, scores = torch.zeros(5, 3), model(X)
+    mixed = F.mse_loss(scores[:, :2].sigmoid(), targets[:, :2]) + F.mse_loss(scores[:, 2:], targets[:, 2:])
+    alike = F.mse_loss(scores[:, :2].sigmoid(), targets[:, :2]) + F.mse_loss(scores[:, 2:].sigmoid(), targets[:, 2:])
+    assert walker.walk(mixed, 5).activated == ()
+    assert walker.walk(alike, 5).activated == (("sigmoid", "mse_loss"),)
+
+
 def test_softmax_dims_are_not_negative() -> None:
     model = net()
     walker, _ = setting(model)

@@ -225,6 +225,36 @@ def test_compiled_draws_are_left_alone() -> None:
     assert not list(doctor.run.of(Scored))
 
 
+def _policy(shape: Callable[[Tensor], Tensor], kind: str) -> None:
+    net = nn.Linear(6, 3 if kind == "Categorical" else 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for _ in range(4):
+        x = torch.randn(24, 6)
+        made = net(x)
+        policy = Categorical(logits=made) if kind == "Categorical" else Normal(made.squeeze(-1), 1.0)
+        value = torch.randint(0, 3, (24,)) if kind == "Categorical" else torch.randn(24)
+        loss = -policy.log_prob(shape(value)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["Categorical", "Normal"])
+def test_values_in_a_column_that_every_distribution_of_a_row_scores_are_told(kind: str) -> None:
+    with Doctor() as doctor:
+        _policy(lambda value: value[:, None], kind)
+    one = next(one for one in doctor.findings if one.name == "LOSS_BROADCAST")
+    assert "(24, 24)" in one.message
+
+
+@pytest.mark.parametrize("kind", ["Categorical", "Normal"])
+def test_values_that_have_the_shape_of_their_distributions_are_not(kind: str) -> None:
+    with Doctor() as doctor:
+        _policy(lambda value: value, kind)  # as do draws of each: of shape (draws, rows)
+        _policy(lambda value: value.expand(5, 24), kind)
+    assert "LOSS_BROADCAST" not in {one.name for one in doctor.findings}
+
+
 def test_draws_are_the_same_as_without_a_doctor() -> None:
     def drawn() -> list[Tensor]:
         torch.manual_seed(3)

@@ -9,7 +9,7 @@ from anybatch.records.events import Loaded
 from anybatch.records.lossfacts import Followed, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Tied
-from anybatch.records.tables import ModuleFacts
+from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
 from rule_runs import LINES, RunBuilder, alarms, findings, simple
 
 HEAD = (2, 3)
@@ -31,6 +31,26 @@ def test_opt_param_missing_fires_with_names_and_code() -> None:
     assert (one.place.optimizer, one.place.line) == ("opt", LINES["optimizer"])
     assert one.fix == 'opt.add_param_group({"params": model.head.parameters()})'
     assert one.evidence["elements"] == 72
+
+
+@pytest.mark.parametrize(("used_up", "again"), [(True, True), (True, False), (False, True)])
+def test_opt_param_missing_fires_on_a_group_that_an_iterator_left_empty(used_up: bool, again: bool) -> None:
+    """Not where the group is frozen, and not where the optimizer that is made anew has the same parameters."""
+    built = RunBuilder()
+    own = built.model(variable="net")
+    for number in range(2):
+        groups = [GroupFacts(parameters=tuple(own[:2]), lr=0.1), GroupFacts(parameters=tuple(own[2:]), lr=0.1)]
+        if number and used_up:
+            groups[0] = GroupFacts(parameters=(), lr=0.1)
+        built.groups[number] = tuple(one for group in groups for one in group.parameters)
+        place = {"file": "train.py", "line": 8 + number}
+        built.add(OptimizerFacts(optimizer=number, variable="solver", cls="Adam", groups=tuple(groups), **place))
+        for _ in range(6):
+            built.clear(number)
+            built.backward(own if again or not number else own[2:])
+            built.step(number, with_grad=2)
+    found = [one for one in findings(built, "OPT_PARAM_MISSING") if "made anew" in one.message]
+    assert [one.evidence["group"] for one in found] == [0] * (used_up and again)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -420,24 +420,40 @@ def _flow(step: Step) -> tuple[Slot, float, torch.Tensor, Mapping[Slot, torch.Te
     """What a normal density is taken of, how its squares count in the loss, the logarithms of determinants, values."""
     latent = _latent(step, _parameters_of(step))
     size = step.values[latent].numel()
-    data = next((one for one in sorted(step.inputs & step.made_of(latent))
-                 if len(step.leaves[one]) == step.rows and step.leaves[one].numel() == size), None)  # fmt: skip
-    if data is None or size > _MOST_ENTRIES * step.rows:
+    data = _data_of(step, latent)
+    if not data or size > _MOST_ENTRIES * step.rows:
         raise Unknown("a flow of few entries was not seen")
-    given = step.leaves[data]
-    values = replayed(step.tape, step.loss, lambda one: one.clone().requires_grad_() if one is given else one).values
+    given = {id(step.leaves[slot]) for slot in data}
+    values = replayed(
+        step.tape, step.loss, lambda one: one.clone().requires_grad_() if id(one) in given else one
+    ).values
     made, (slope,) = values[latent], step.slopes(latent)
     if slope is None:
         raise Unknown("the loss does not depend on what the flow gives")
     columns = made.reshape(step.rows, -1).unbind(1)
-    if bool(torch.autograd.grad(columns[0][0], values[data], retain_graph=True)[0][1:].any()):
+    entries = [values[slot] for slot in data]
+    if bool(_slopes_of(columns[0][0], entries)[1:].any()):
         raise Unknown("what the flow gives for a row depends on others")
-    rows = [torch.autograd.grad(one.sum(), values[data], retain_graph=True)[0] for one in columns]
-    stretched = torch.stack(rows, 1).flatten(2).double().slogdet().logabsdet
+    stretched = torch.stack([_slopes_of(one.sum(), entries) for one in columns], 1).double().slogdet().logabsdet
     if not bool(stretched.isfinite().all()):
         raise Unknown("the map has no determinant")
     own = made.detach().double()
     return latent, float((slope * own).sum() / own.pow(2).sum()), stretched, values
+
+
+def _data_of(step: Step, latent: Slot) -> list[Slot]:
+    """The rows that a flow is given: one tensor, or parts of their entries that were taken apart before."""
+    size, own = step.values[latent].numel(), step.inputs & step.made_of(latent)
+    rows = [one for one in sorted(own) if step.leaves[one].shape[:1] == (step.rows,)]
+    whole = [one for one in rows if step.leaves[one].numel() == size]
+    parts = [one for one in rows if step.leaves[one].is_floating_point()]
+    return whole[:1] or (parts if sum(step.leaves[one].numel() for one in parts) == size else [])
+
+
+def _slopes_of(number: torch.Tensor, entries: list[torch.Tensor]) -> torch.Tensor:
+    """The derivative by the entries of each row, side by side."""
+    slopes = torch.autograd.grad(number, entries, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.cat([one.flatten(1) for one in slopes], 1)
 
 
 def _latent(step: Step, of: dict[Slot, frozenset[Slot]]) -> Slot:

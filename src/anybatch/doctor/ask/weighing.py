@@ -122,12 +122,21 @@ def hidden_tokens(step: Step) -> Iterator[Probed]:
             mask = mask if mask.dtype is torch.bool else mask < _HIDDEN
         elif operation.name in _HIDING and len(operation.given) > 1 and isinstance(value, (int, float)):
             mask = step.values[operation.given[1]] if value <= _HIDDEN else torch.zeros(0)
+        elif operation.name == "scaled_dot_product_attention" and (shown := _shown_by(step, operation)) is not None:
+            mask = ~shown  # of which True takes part
         else:
             continue
         small = (mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask).bool()
         for one in paddings:
             if small.shape == one.shape and _mean_of(small[~one]) >= _MOSTLY > 1 - _MOSTLY >= _mean_of(small[one]):
                 yield said(operation, op=operation.name)
+
+
+def _shown_by(step: Step, operation: Operation) -> torch.Tensor | None:
+    """The mask of positions by which attention is told what takes part, if it is one of booleans."""
+    given = operation.kwargs.get("attn_mask", operation.args[3] if len(operation.args) > 3 else None)
+    mask = step.values.get(given) if given is not None else None
+    return mask if mask is not None and mask.dtype is torch.bool else None
 
 
 def _mean_of(hidden: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ from anybatch.doctor.views.windows import members
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Evaluated, LossCall, Probed, Walk
 from anybatch.records.runs import Run
+from anybatch.records.samples import Scored
 
 _SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
 _AGREE = "batches must agree"
@@ -173,7 +174,7 @@ def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of so
             evidence = {"calls": len(wrong)}
             yield _compared(call.function, _model(run, call), call.input_shape, call.target_shape, call, evidence)
             return
-    found = list(_by_hand(run, graphs))
+    found = list(_by_hand(run, graphs)) or list(_of_density(run))
     yield from found
     for one in run.of(Evaluated) if not found else ():
         inputs, targets = one.shapes if len(one.shapes) == 2 else ((), ())
@@ -233,6 +234,23 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
             where=next(lines, spot),
             evidence={"output_shape": list(shape), "result": list(result), "graphs": len(wrong)},
             severity="warning",
+        )
+        return
+
+
+def _of_density(run: Run) -> Iterator[Found]:
+    """Values in a column whose density is asked of as many distributions in a row, or the other way round."""
+    for one in (one for one in run.of(Scored) if len(one.crossed) == 2):
+        value, batch = one.crossed
+        result = _joined(value, batch)
+        yield Found(
+            text=f"{one.distribution}.log_prob gets values of shape {value}, and its distributions have shape {batch}: "
+            f"each value is scored by every distribution, {result} in all.",
+            fix=f".log_prob(value{'.squeeze(-1)' if len(value) == 2 else '[:, None]'})",
+            cause=_BROADCAST,
+            since=one,
+            where=one,
+            evidence={"value_shape": list(value), "batch_shape": list(batch), "result": list(result)},
         )
         return
 

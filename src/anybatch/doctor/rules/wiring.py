@@ -1,5 +1,6 @@
 """Rules of the family wiring: what belongs into an optimizer and is not there, is there twice, or is built wrong."""
 
+import itertools
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -219,6 +220,35 @@ def opt_param_missing(
             severity="info" if meant else "",
         )
         yield _anew(run, numbers, found)
+    yield from _emptied(run)
+
+
+def _emptied(run: Run) -> Iterator[Found]:
+    """A group without parameters, where the optimizer that was replaced had some, which get gradients all the same."""
+    made = sorted(run.optimizers.values(), key=lambda one: one.optimizer)
+    for old, new in itertools.pairwise(made):
+        places = [place for place, group in enumerate(new.groups) if not group.parameters]
+        if len(old.groups) != len(new.groups) or not places or len(places) == len(new.groups):
+            continue
+        kept = {number for one in made[made.index(new) :] for group in one.groups for number in group.parameters}
+        had = [number for place in places for number in old.groups[place].parameters if number not in kept]
+        later = frozenset[int]().union(*(one.touched or () for one in passes(run) if one.fact.at > new.at))
+        left = [number for number in had if number in later]
+        if left:
+            names = names_of(run, left)
+            yield Found(
+                text=f"Group {places[0]} of {OptimizerView(run, new.optimizer)}, made anew{near(new)}, has no "
+                f"parameters: {names} {names:was|were} in that of the one before, {names:gets|get} a gradient and "
+                f"{names:is|are} no longer updated.",
+                fix="params = list(filter(..., model.parameters()))  # a list can be given more than once",
+                cause="filter, map, a generator and parameters() give each parameter once, and are used up then.",
+                since=new,
+                where=new,
+                parameters=left,
+                optimizer=new.optimizer,
+                evidence={"parameters": len(names), "group": places[0], "optimizers": len(made)},
+            )
+            return
 
 
 def _anew(run: Run, numbers: list[int], found: Found) -> Found:

@@ -75,7 +75,7 @@ class Draws:
             if isinstance(value, torch.Tensor) and getattr(result, "requires_grad", False):
                 key = type(distribution).__name__, width_of(value)
                 if key not in seen:
-                    score(key)
+                    score(key, value, distribution)
 
         return look
 
@@ -89,9 +89,10 @@ class Draws:
             result_of = (lambda: result) if result.numel() <= _MOST_ENTRIES else weakref.ref(result)
             self._pending = [*known, _Draw(result_of, type(distribution).__name__, file, line)]
 
-    def _score(self, key: tuple[str, int]) -> None:
+    def _score(self, key: tuple[str, int], value: torch.Tensor, distribution: Any) -> None:
         self._scored.add(key)
-        self._recording.emit(Scored(distribution=key[0], width=key[1]))
+        (file, line), crossed = user_place(2), _crossed(value, distribution)
+        self._recording.emit(Scored(distribution=key[0], width=key[1], crossed=crossed, file=file, line=line))
 
     def given(self, module: torch.nn.Module, name: str, root: int, args: Any) -> None:
         """Is told what a module was called with."""
@@ -119,6 +120,14 @@ class Draws:
     def next_step(self) -> None:
         """Forgets draws that no module was given."""
         self._pending = []
+
+
+def _crossed(value: torch.Tensor, distribution: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a column of values and of as many distributions in a row, or of a row and a column; else empty."""
+    own, batch = tuple(value.shape), tuple(distribution.batch_shape)
+    row, column = sorted((own, batch), key=len)
+    is_crossed = len(row) == 1 and column == (*row, 1) and row[0] > 1 and not distribution.event_shape
+    return (own, batch) if is_crossed else ()
 
 
 def width_of(tensor: torch.Tensor) -> int:

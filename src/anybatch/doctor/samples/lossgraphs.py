@@ -183,6 +183,18 @@ def fed(nodes: Sequence[Any], names: Mapping[Any, str], takers: Mapping[str, str
             yield first, taker
 
 
+def activated(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
+    """The pairs of ``fed`` for ``DISTANCES``, without those of a distance that is taken of something else, too.
+
+    The graph does not tell the lines of two calls apart, so that what holds for one is not said of the other.
+    """
+    pairs = list(dict.fromkeys(fed(nodes, names, DISTANCES)))
+    for first, taker in pairs:
+        calls = [node for node in nodes if DISTANCES.get(names.get(node, "")) == taker]
+        if all(_ACTIVATIONS.get(names.get(_fed(node, names), "")) == first for node in calls):
+            yield first, taker
+
+
 def _fed(node: Any, names: Mapping[Any, str]) -> Any:
     """What feeds a node, behind all that only moves entries."""
     while True:

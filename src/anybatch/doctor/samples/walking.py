@@ -80,7 +80,7 @@ class Walker:
                 if logs or not {*own} & {*scored}
             ),
             spread=lossgraphs.spread(loss.grad_fn, rows),
-            activated=tuple(dict.fromkeys(lossgraphs.fed(seen.nodes, seen.names, lossgraphs.DISTANCES))),
+            activated=tuple(lossgraphs.activated(seen.nodes, seen.names)),
         )
 
     def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:
