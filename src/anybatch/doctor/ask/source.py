@@ -124,8 +124,12 @@ def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     for tape in kept.tapes.values():
         needed = set[Slot]().union(*(slots_of(tape, one) for one in tape.losses))
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
+        used = {(one.file, one.line) for one in tape.operations if needed & set(one.outs)}
         for file, line in dict.fromkeys((one.file, one.line) for one in idle):
-            for name in unread_at(tree, line) if (tree := tree_of(file)) is not None else ():
+            tree = tree_of(file)
+            scope = None if tree is None else _scope_at(tree, line)  # a part of a loss is made beside the others
+            is_beside = tree is not None and any(at == file and _scope_at(tree, other) is scope for at, other in used)
+            for name in unread_at(tree, line) if tree is not None and is_beside else ():
                 seen = {"name": name, "kind": "term"}
                 yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=seen)
 
@@ -138,15 +142,20 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
         >>> [list(unread_at(ast.parse(text), line)) for line in (2, 3, 4)]
         [[], ['b'], []]
     """
-    inside = [
-        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
-    ]
-    scope = max(inside, key=lambda one: one.lineno, default=tree)
+    scope = _scope_at(tree, line)
     shared = {name for one in walked(scope) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
     for one in walked(scope):
         if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or 0):
             names = [each.id for each in one.targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
             yield from (name for name in names if name not in _read(scope) | shared)
+
+
+def _scope_at(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function around a line, or the whole file."""
+    inside = [
+        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
+    ]
+    return max(inside, key=lambda one: one.lineno, default=tree)
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
