@@ -208,16 +208,47 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
         >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}"
         >>> [list(predicting_loops(ast.parse(text.format(*one)))) for one in (("_", ""), ("y", "ys.append(y)"))]
         [[1], []]
+        >>> text = "for i, (x, y) in enumerate(loader):\\n  x, y = x.to(d), y.to(d)\\n  every[k:k + 8] = net(x)"
+        >>> list(predicting_loops(ast.parse(text)))
+        [1]
+        >>> list(predicting_loops(ast.parse("every = torch.cat([net(x) for x, _ in loader])")))
+        [1]
     """
-    for one in (node for node in walked(tree) if isinstance(node, ast.For)):
-        taken = one.target.elts if isinstance(one.target, ast.Tuple) else []
-        names = [each.id if isinstance(each, ast.Name) else "" for each in taken]
-        read = {name for each in one.body for name in _loaded(each)}
-        calls = {_name_called(each) for each in walked(one)}
-        given = [each for each in walked(one) if isinstance(each, ast.Call) and _name_called(each) not in _KEEPING]
+    for one in walked(tree):
+        if isinstance(one, ast.For):
+            read, line = _read(one), one.lineno
+            keeps = any(_name_called(each) in _KEEPING or _is_put_in_its_place(each) for each in walked(one))
+        elif isinstance(one, ast.ListComp) and len(one.generators) == 1:
+            read, line, keeps = _loaded(one.elt), one.lineno, True
+        else:
+            continue
+        names = _batch_of(one.target if isinstance(one, ast.For) else one.generators[0].target)
+        calls = [each for each in walked(one) if isinstance(each, ast.Call)]
+        given = [each for each in calls if _name_called(each) not in _KEEPING]
+        if len(names) < 2 or any(_name_called(each) == "backward" for each in calls):
+            continue
         is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
-        if len(names) > 1 and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
-            yield from [one.lineno] if calls & _KEEPING and "backward" not in calls else []
+        if keeps and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
+            yield line
+
+
+def _batch_of(target: ast.expr) -> list[str]:
+    """What a loop calls the things that it takes at once, also beside a number of the round."""
+    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    inner = next((each for each in parts if isinstance(each, (ast.Tuple, ast.List))), None)
+    if inner is not None:
+        return _batch_of(inner)
+    return [each.id if isinstance(each, ast.Name) else "" for each in parts]
+
+
+def _is_put_in_its_place(node: ast.AST) -> bool:
+    """Whether a slice of something is given a value, or a name what it was with more at its end."""
+    if not isinstance(node, ast.Assign):
+        return False
+    grows = _name_called(node.value) in ("cat", "concatenate", "hstack", "vstack")
+    own = {each.id for each in node.targets if isinstance(each, ast.Name)}
+    to_slice = any(isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Slice) for each in node.targets)
+    return to_slice or (grows and bool(own & _loaded(node.value)))
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
