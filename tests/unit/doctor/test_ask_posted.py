@@ -219,7 +219,11 @@ def test_a_border_of_one_value_says_nothing_of_an_equation_that_is_learned(wall:
 
 
 APPENDED = "for x, {0} in loader:\n    made.append(net(x))\n    labels.append({1})\n"
-MOVED = "for e in range(1):\n    for i, (x, y) in enumerate(loader):\n        x, y = x.cpu(), y.cpu()\n        made += [{}]\n"
+MOVED = """for e in range(1):
+    for i, (x, y) in enumerate(loader):
+        x, y = x.cpu(), y.cpu()
+        made += [{}]
+"""
 PUT = "import torch\nout, k = torch.zeros(24, 3), 0\nfor x, y in loader:\n    out[k:k + 8] = net(x){}\n    k += 8\n"
 
 
