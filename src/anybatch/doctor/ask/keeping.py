@@ -345,6 +345,7 @@ class Kept:
         """Begins to write a step down; whether that was possible."""
         if self._tape is not None:
             self._remember(weights)  # of a step that trains several
+            self._tape.called(rows)
         if self._tape is not None or self._saw_mode() or has_compiled() or (module is not None and _is_fused(module)):
             return False
         nets = [net for state in self.states.values() if (net := state.module()) is not None]
