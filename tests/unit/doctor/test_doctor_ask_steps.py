@@ -115,6 +115,9 @@ class Pair(nn.Module):
         (lambda step: 0.01, ""),
         (lambda step: 9 / (10 + step), ""),  # a warm-up
         (lambda step: float(step % 10 == 9), ""),
+        (lambda step: 0.99 * (step % 2), "yes"),  # of which every second step is one of an actor
+        (lambda step: 0.01 * (step % 2), ""),
+        (lambda step: float(step % 2), ""),
     ],
 )
 def test_an_average_that_follows_at_once_is_told(share: Callable[[int], float], whole: bool, expected: str) -> None:
