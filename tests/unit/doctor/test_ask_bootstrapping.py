@@ -96,18 +96,23 @@ def test_states_that_follow_and_goals_of_both_are_not(sides: Learner) -> None:
     assert answer(lambda: learned(sides), "same state") == "no"
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (5,)])
 @pytest.mark.parametrize(("is_trained", "expected"), [(False, "no"), (True, "unknown")])
-def test_calls_that_choose_actions_are_on_no_batch_where_they_are_not_trained(is_trained: bool, expected: str) -> None:
+def test_calls_that_choose_actions_are_on_no_batch_where_they_are_not_trained(
+    shape: tuple[int, ...], is_trained: bool, expected: str
+) -> None:
     """What was chosen one state at a time is no row of the batch of a net that is trained beside it."""
     net, value = nn.Linear(5, 2), nn.Linear(5, 1)
 
     def train() -> None:
         optimizer = torch.optim.Adam([*net.parameters(), *value.parameters()], lr=1e-3)
         for _ in range(6):
-            chosen = [net(torch.randn(1, 5)).log_softmax(1)[:, 0] for _ in range(ROWS)]
+            chosen = [net(torch.randn(shape)).reshape(1, 2).log_softmax(1)[:, 0] for _ in range(ROWS)]
             loss = F.mse_loss(value(torch.randn(ROWS, 5)), torch.rand(ROWS, 1))
             optimizer.zero_grad()
             (loss - 0.1 * torch.cat(chosen).mean() if is_trained else loss).backward()
             optimizer.step()
 
-    assert answer(train, "same state") == expected
+    found = answer(train, "same state")
+    assert found == (expected if len(shape) == 2 else "no")
+    assert answer(train, "axes") == ("unknown" if is_trained and len(shape) == 2 else "no")

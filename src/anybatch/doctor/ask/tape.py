@@ -107,6 +107,7 @@ class Tape(SafeMode):
         # of views that have all entries in order, the shape of what they are views of
         self.bases: dict[Slot, tuple[int, ...]] = {}
         self.rows = -1  # of the batch; -1 where it is not known, as where no module is called
+        self.is_row = False  # whether it began with a call on no batch, but on the numbers of one row
         self.acted = -1  # the rows of calls before the batch came, as of what chooses actions
         self.numbers: dict[Slot, int] = {}  # became numbers of Python, with how many operations had run then
         self.sizes = False  # whether a size was asked for
@@ -131,10 +132,13 @@ class Tape(SafeMode):
         self._slots.clear()
         return super().stop()
 
-    def called(self, rows: int) -> None:
+    def called(self, rows: int, is_row: bool) -> None:
         """Is told of the rows of another call: one of a few rows before it, as of what acts, was on no batch."""
-        if not self.losses and 0 < self.rows < LEAST_ROWS <= rows:
-            self.acted, self.rows = self.rows, rows
+        if not self.losses and self._acts() and rows >= LEAST_ROWS and not is_row:
+            self.acted, self.rows, self.is_row = self.rows, rows, False
+
+    def _acts(self) -> bool:
+        return 0 < self.rows < LEAST_ROWS or self.is_row
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is notified of a backward that is about to run."""
@@ -196,7 +200,7 @@ class Tape(SafeMode):
         if not found and not writes(name, kwargs) and name not in _SET:
             return
         count = len(found[0]) if name in _MADE_OF_DATA and not operation.given and found[0].dim() else -2
-        if count == self.rows or (0 < self.rows < LEAST_ROWS <= count):
+        if count == self.rows or (count >= LEAST_ROWS and self._acts()):
             return  # a batch, or what is known of its rows, also behind a call that acts: a leaf when it is used
         self.rewrites |= (
             writes(name, kwargs)

@@ -325,8 +325,10 @@ def _are_weights(step: Step, product: Operation) -> bool:
     """Whether what weighs log-probabilities was given for each of them, and is never negative, as returns may be."""
     fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
     of, is_scored = step.values[fixed], any(True for _ in step.run.of(Scored))
-    is_given = fixed in step.inputs and of.shape == step.values[trained].shape and of.is_floating_point()
-    return is_scored and is_given and bool((of >= 0).all()) and len(of.unique()) > 2  # no mask
+    is_given = step.made_of(fixed).isdisjoint(step.parameters) and of.shape == step.values[trained].shape
+    return (
+        is_scored and is_given and of.is_floating_point() and bool((of >= 0).all()) and len(of.unique()) > 2
+    )  # no mask
 
 
 def _toward_rewards(step: Step, product: Operation) -> int:
