@@ -33,6 +33,16 @@ def of_actions(net: nn.Module, old: nn.Module, states: torch.Tensor, following: 
     return taken, reward + 0.98 * best * goes_on
 
 
+def flattened(net: nn.Module, old: nn.Module, states: torch.Tensor, following: torch.Tensor) -> Sides:
+    """Of a buffer whose rewards and ends are columns, behind a call that chooses an action."""
+    reward, ends = torch.rand(ROWS, 1), torch.zeros(ROWS, 1)
+    net(torch.randn(1, 5)).argmax(1)
+    with torch.no_grad():
+        best, _ = old(following).max(dim=1)
+        wanted = reward.flatten() + 0.98 * best * (1 - ends.flatten())
+    return wanted, net(states).gather(1, torch.randint(0, 2, (ROWS, 1))).squeeze()
+
+
 def shifted(net: nn.Module, old: nn.Module, states: torch.Tensor, _: torch.Tensor) -> Sides:
     """All states of an episode are given to both nets."""
     with torch.no_grad():
@@ -55,6 +65,8 @@ def distilled(net: nn.Module, old: nn.Module, states: torch.Tensor, _: torch.Ten
         (of_actions, torch.randn_like, "no"),
         (of_actions, lambda states: states, "yes"),
         (of_actions, torch.clone, "yes"),  # one array that the environment wrote into
+        (flattened, torch.randn_like, "no"),
+        (flattened, torch.clone, "yes"),
         (shifted, torch.clone, "no"),
         (of_one_call, torch.clone, "no"),
         (distilled, torch.clone, "no"),
@@ -82,3 +94,25 @@ def of_goals(net: nn.Module, old: nn.Module, states: torch.Tensor, following: to
 @pytest.mark.parametrize("sides", [of_episodes, of_goals])
 def test_states_that_follow_and_goals_of_both_are_not(sides: Learner) -> None:
     assert answer(lambda: learned(sides), "same state") == "no"
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5,)])
+@pytest.mark.parametrize(("is_trained", "expected"), [(False, "no"), (True, "unknown")])
+def test_calls_that_choose_actions_are_on_no_batch_where_they_are_not_trained(
+    shape: tuple[int, ...], is_trained: bool, expected: str
+) -> None:
+    """What was chosen one state at a time is no row of the batch of a net that is trained beside it."""
+    net, value = nn.Linear(5, 2), nn.Linear(5, 1)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam([*net.parameters(), *value.parameters()], lr=1e-3)
+        for _ in range(6):
+            chosen = [net(torch.randn(shape)).reshape(1, 2).log_softmax(1)[:, 0] for _ in range(ROWS)]
+            loss = F.mse_loss(value(torch.randn(ROWS, 5)), torch.rand(ROWS, 1))
+            optimizer.zero_grad()
+            (loss - 0.1 * torch.cat(chosen).mean() if is_trained else loss).backward()
+            optimizer.step()
+
+    found = answer(train, "same state")
+    assert found == (expected if len(shape) == 2 else "no")
+    assert answer(train, "axes") == ("unknown" if is_trained and len(shape) == 2 else "no")

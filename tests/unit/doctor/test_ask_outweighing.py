@@ -245,3 +245,27 @@ def test_a_generator_with_a_shortcut_is_not_asked() -> None:
         return F.softplus(-critic(made)).mean()
 
     assert answer(lambda: trained(Residual(), lambda: (torch.randn(32, 4),), loss), "only penalised") == "unknown"
+
+
+class Apart(nn.Module):
+    """A policy that hardly learns of its targets, and a net of its own that makes large values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.value = nn.Linear(24, 3), nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(x), self.value(x)
+
+
+def test_a_term_is_not_outweighed_by_one_that_trains_another_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outweighing, "_is_nothing", lambda *_: True)
+    monkeypatch.setattr(outweighing, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(32, 24), torch.randn(32, 3)
+
+    def loss(made: Any, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[0], y) + 1000.0 * (made[1] - y[:, :1]).square().mean()
+
+    assert answer(lambda: trained(Apart(), batch, loss), "outweighed") == "no"

@@ -218,13 +218,34 @@ def test_a_border_of_one_value_says_nothing_of_an_equation_that_is_learned(wall:
     assert answer(train, "related") == "unknown"
 
 
+APPENDED = "for x, {0} in loader:\n    made.append(net(x))\n    labels.append({1})\n"
+MOVED = """for e in range(1):
+    for i, (x, y) in enumerate(loader):
+        x, y = x.cpu(), y.cpu()
+        made += [{}]
+"""
+PUT = "import torch\nout, k = torch.zeros(24, 3), 0\nfor x, y in loader:\n    out[k:k + 8] = net(x){}\n    k += 8\n"
+
+
 @pytest.mark.parametrize(
-    ("shuffle", "kept", "expected"), [(True, "_", "yes"), (False, "_", ""), (True, "y", "")], ids=str
+    ("shuffle", "text", "expected"),
+    [
+        (True, APPENDED.format("_", 0), "yes"),
+        (False, APPENDED.format("_", 0), ""),
+        (True, APPENDED.format("y", "y"), ""),
+        (True, MOVED.format("0").replace("made += [0]", "made.append(net(x))"), "yes"),
+        (True, MOVED.format("net(x).argmax(1) == y"), ""),
+        (True, PUT.format(""), "yes"),
+        (False, PUT.format(""), ""),
+        (True, PUT.format("; labels.append(y)"), ""),
+        (True, "made = [net(x) for x, _ in loader]\n", "yes"),
+        (True, "made = [(net(x), y) for x, y in loader]\n", ""),
+    ],
+    ids=str,
 )
 def test_labels_that_are_not_read_beside_predictions_in_an_order_that_is_drawn_are_told(
-    tmp_path: Path, shuffle: bool, kept: str, expected: str
+    tmp_path: Path, shuffle: bool, text: str, expected: str
 ) -> None:
-    text = f"for x, {kept} in loader:\n    made.append(net(x))\n    labels.append({kept if kept == 'y' else 0})\n"
     file = tmp_path / "evaluate.py"
     file.write_text(text, encoding="utf-8")
 

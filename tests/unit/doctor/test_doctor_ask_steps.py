@@ -115,6 +115,9 @@ class Pair(nn.Module):
         (lambda step: 0.01, ""),
         (lambda step: 9 / (10 + step), ""),  # a warm-up
         (lambda step: float(step % 10 == 9), ""),
+        (lambda step: 0.99 * (step % 2), "yes"),  # of which every second step is one of an actor
+        (lambda step: 0.01 * (step % 2), ""),
+        (lambda step: float(step % 2), ""),
     ],
 )
 def test_an_average_that_follows_at_once_is_told(share: Callable[[int], float], whole: bool, expected: str) -> None:
@@ -386,6 +389,27 @@ def test_a_reward_that_makes_its_action_less_likely_is_told(form: str) -> None:
             optimizer.step()
 
     assert answer(train, "rewarded") == ("yes" if form == "wrong" else "no")
+
+
+@pytest.mark.parametrize(
+    ("sign", "weights", "expected"), [(-1, 3.0, "no"), (1, 3.0, "yes"), (1, -3.0, "unknown"), (1, 0.0, "unknown")]
+)
+def test_numbers_that_weigh_log_probabilities_are_rewards_where_none_is_negative(
+    sign: int, weights: float, expected: str
+) -> None:
+    """Whatever their name is; a mask weighs nothing, and costs may be negative rewards."""
+
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            drawn = torch.distributions.Categorical(logits=net(torch.randn(ROWS, 6)))
+            logp, of = drawn.log_prob(drawn.sample()), torch.tensor([weights * one for one in range(ROWS)])
+            optimizer.zero_grad()
+            (sign * (logp * of).mean()).backward()
+            optimizer.step()
+
+    assert answer(train, "rewarded") == expected
 
 
 SAVED = "{{'opt': opt.state_dict(), 'sched': sched.state_dict()}}\nopt.load_state_dict(ckpt['opt'])\n{}"

@@ -433,6 +433,30 @@ def test_recurrent_weights_that_no_step_follows_are_told(at: int, steps: int, st
         silent(run, "GRAPH_CUT")
 
 
+@pytest.mark.parametrize(("read", "expected"), [("the last direction", "warning"), ("both", "")])
+def test_a_direction_of_a_recurrent_layer_that_nothing_reads_is_told(read: str, expected: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(8, 16, batch_first=True, bidirectional=True), nn.LazyLinear(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _, state = self.rnn(x[:, None].expand(-1, 6, -1))
+            result: torch.Tensor = self.out(state[-1] if read != "both" else torch.cat([state[-2], state[-1]], 1))
+            return result
+
+    net = Net()
+    net(X[:64])
+    run = of(lambda: train(net, lambda step: (X[:64], Y[:64]), 30))
+    if expected:
+        found = fires(run, "GRAPH_CUT", expected)
+        assert "is in no loss" in found.message
+        assert {run.parameters[one].name for one in range(len(run.parameters))} >= set(found.place.parameters)
+        assert len(found.place.parameters) == 4
+    else:
+        silent(run, "GRAPH_CUT")
+
+
 def left_out() -> None:
     net = small()
     optimizer = torch.optim.Adam(net.parameters())
@@ -459,6 +483,21 @@ def only_watched() -> None:
             seen.append(float(size))
 
 
+def measured_elsewhere() -> None:
+    """A function of its own measures what the step does not train with."""
+    net = small()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def measure() -> None:
+        size = net(X[64:128]).pow(2).mean()  # noqa: F841
+
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X[:64]), Y[:64]).backward()
+        measure()
+        optimizer.step()
+
+
 LATEST: Any = None
 
 
@@ -478,4 +517,5 @@ def left_for_others() -> None:
 def test_a_term_that_no_loss_has_is_told_and_one_that_is_watched_is_not() -> None:
     assert "penalty is computed" in fires(of(left_out, ask=True), "FIELD_UNREAD", "warning").message
     silent(of(only_watched, ask=True), "FIELD_UNREAD")
+    silent(of(measured_elsewhere, ask=True), "FIELD_UNREAD")
     silent(of(left_for_others, ask=True), "FIELD_UNREAD")

@@ -9,8 +9,9 @@ import pytest
 
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
-from anybatch.records.samples import NonFinite
+from anybatch.records.samples import NonFinite, Scored
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
 from number_runs import WEIGHT, Training, call, falling, fires, quiet, silent
 
@@ -44,6 +45,22 @@ def test_lr_too_high_fires_where_a_number_is_not_finite() -> None:
 def test_lr_too_high_fires_where_the_loss_rises_and_stays() -> None:
     run = Training(cls="SGD", ratio=lambda step, layer: 0.05, loss=lambda step: 2.0 if step < 1 else 11.0).run()
     assert fires(run, "LR_TOO_HIGH", "warning").evidence["loss_last"] == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize("answer", ["yes", "no"])
+def test_lr_too_high_is_quiet_where_more_reward_makes_the_loss_larger(answer: str) -> None:
+    asked = Probed(probe="rewarded", root=-1, answer=answer, evidence={"slope": -0.4, "products": 1, "optimizer": 0})
+    rising = {"ratio": lambda step, layer: 0.05, "loss": lambda step: 2.0 if step < 1 else 11.0}
+    quiet(Training(cls="SGD", after=(asked,), **rising).run(), "LR_TOO_HIGH")  # type: ignore[arg-type]
+
+
+def test_lr_too_high_is_quiet_on_log_probabilities_of_a_run_that_was_not_asked() -> None:
+    rising = {"ratio": lambda step, layer: 0.05, "loss": lambda step: 2.0 if step < 1 else 50.0}
+    unasked = Probed(probe="rewarded", root=-1, answer="unknown")
+    scored = Scored(distribution="Categorical", width=8)
+    quiet(Training(cls="SGD", call=None, after=(scored,), **rising).run(), "LR_TOO_HIGH")  # type: ignore[arg-type]
+    densities = Training(cls="SGD", call=None, after=(scored, unasked), **rising).run()  # type: ignore[arg-type]
+    fires(densities, "LR_TOO_HIGH", "warning")
 
 
 def test_lr_too_high_fires_where_units_die() -> None:

@@ -40,11 +40,16 @@ def _bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
         if made.kind == "add" and len(made.given) == 2:
             for value in made.given:
                 reward, discount = next((one for one in made.given if one != value), value), _discount(step, value)
-                if reward in step.inputs and discount:
+                if discount and _is_given(step, reward):
                     return value, discount
         if made.name not in _PASSING:
             break
     return None, 0.0
+
+
+def _is_given(step: Step, slot: Slot) -> bool:
+    """Whether a tensor came from outside, in whatever shape."""
+    return step.made_of(slot).isdisjoint(step.parameters) and all(one.name in _PASSING for one in step.path(slot))
 
 
 def _discount(step: Step, slot: Slot) -> float:

@@ -23,6 +23,7 @@ from anybatch.records.samples import Scored
 _ENOUGH_STEPS = 30
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
+_WHOLE = 0.9999  # of a net: it was copied, and not averaged
 _LEAST_LOOKS = 4
 _BEHIND = 0.3  # of a step: an average with equal shares is one step behind
 _HALFWAY = 0.5  # of the way from the first weights of a net to its last
@@ -148,9 +149,10 @@ def _first_given(tape: Tape, parameters: set[int]) -> Slot | None:
 def _share_taken(state: State, online: State) -> float | None:
     """The share of another net that a copy takes at each step, where it is the same in all that were looked at.
 
-    The mark of a tensor is a weighted sum of its entries, so that marks are averaged as the entries are.
+    The mark of a tensor is a weighted sum of its entries, so that marks are averaged as the entries are. Steps in
+    which an average was left as it is, as where it follows every second one, say nothing of its share.
     """
-    shares = []
+    shares, rests = list[float](), 0
     for step, after in state.went.items():
         before, theirs = state.went.get(step - 1), online.went.get(step)
         if before is None or theirs is None or step - 1 not in online.went:
@@ -159,12 +161,17 @@ def _share_taken(state: State, online: State) -> float | None:
         moved = [after[name][1] - before[name][1] for name in names]
         away = [theirs[name][1] - before[name][1] for name in names]
         size = sum(one * one for one in away)
+        if not any(moved):
+            rests += size > 0
+            continue
         share = sum(a * b for a, b in zip(moved, away, strict=True)) / size if size else 0.0
         rest = sum((a - share * b) ** 2 for a, b in zip(moved, away, strict=True))
         if not size or rest > 1e-3 * size:
             return None
         shares.append(share)
-    return min(shares) if len(shares) >= _LEAST_LOOKS and max(shares) - min(shares) < _SAME_SHARE else None
+    if len(shares) < _LEAST_LOOKS - bool(rests) or max(shares) - min(shares) >= _SAME_SHARE:
+        return None
+    return min(shares) if not rests or min(shares) < _WHOLE else None  # a whole copy now and then is usual
 
 
 def _kept_up(run: Run, state: State, online: State) -> float | None:

@@ -182,7 +182,7 @@ class Kept:
         self._written: dict[int, int] = {}  # how many steps of each optimizer that steps were written down
         self._before: dict[str, Any] | None = None
         self._looks: dict[tuple[int, bool], int] = {}
-        self._bytes, self._rows = 0, -1
+        self._bytes, self._rows, self._is_row = 0, -1, False
 
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
         """Has two functions seen that no other hook looks at in this way."""
@@ -244,6 +244,7 @@ class Kept:
             self.sampling.train(module, args, kwargs)
         self._before = versions_of(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
+        self._is_row = first is not None and first.dim() == 1 and first.is_floating_point()
 
     def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
         first = given[0]
@@ -345,13 +346,14 @@ class Kept:
         """Begins to write a step down; whether that was possible."""
         if self._tape is not None:
             self._remember(weights)  # of a step that trains several
+            self._tape.called(rows, self._is_row)
         if self._tape is not None or self._saw_mode() or has_compiled() or (module is not None and _is_fused(module)):
             return False
         nets = [net for state in self.states.values() if (net := state.module()) is not None]
         held = [one for net in nets for one in itertools.chain(net.parameters(), net.buffers())]
         own = [*weights, *(() if module is None else module.buffers())]
         tape = Tape(map(id, held + own), module)
-        tape.rows, tape.begun = rows, module is not None
+        tape.rows, tape.begun, tape.is_row = rows, module is not None, module is not None and self._is_row
         if not tape.start():
             return False
         self._remember(weights)

@@ -35,6 +35,7 @@ def outweighed(step: Step) -> Iterator[Probed]:
     if own_draw(step) is not None:
         raise Unknown("the loss is of what the model itself draws")
     parts = [(one, at) for one, at in _summands(step) if values[one].requires_grad][:_MOST_SUMMANDS]
+    parts = [one for one in parts if _shares(step, one[0], parts)]
     meetings = meetings_of(step)
     if len(parts) < 2 or not meetings or not _is_nothing(step, meetings, end):
         yield said(answer="no")
@@ -93,6 +94,12 @@ def _meets_targets(step: Step, layer: Operation) -> bool:
     of_rows = {slot for slot in beside if (of := step.values[slot]).dim() and len(of) and len(of) % step.rows == 0}
     of_inputs = [step.made_of(slot) & step.inputs for slot in of_rows]
     return any(not one or one - known for one in of_inputs)
+
+
+def _shares(step: Step, slot: Slot, parts: list[tuple[Slot, Operation]]) -> bool:
+    """Whether another part of the loss trains what this one trains, as one of a net of its own does not."""
+    trained = step.made_of(slot) & step.parameters.keys()
+    return any(trained & step.made_of(other) for other, _ in parts if other != slot)
 
 
 def _learned(step: Step, part: Loss, meetings: list[Meeting], end: float) -> float | None:

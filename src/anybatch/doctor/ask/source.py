@@ -124,8 +124,12 @@ def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     for tape in kept.tapes.values():
         needed = set[Slot]().union(*(slots_of(tape, one) for one in tape.losses))
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
+        used = {(one.file, one.line) for one in tape.operations if needed & set(one.outs)}
         for file, line in dict.fromkeys((one.file, one.line) for one in idle):
-            for name in unread_at(tree, line) if (tree := tree_of(file)) is not None else ():
+            tree = tree_of(file)
+            scope = None if tree is None else _scope_at(tree, line)  # a part of a loss is made beside the others
+            is_beside = tree is not None and any(at == file and _scope_at(tree, other) is scope for at, other in used)
+            for name in unread_at(tree, line) if tree is not None and is_beside else ():
                 seen = {"name": name, "kind": "term"}
                 yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=seen)
 
@@ -138,15 +142,20 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
         >>> [list(unread_at(ast.parse(text), line)) for line in (2, 3, 4)]
         [[], ['b'], []]
     """
-    inside = [
-        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
-    ]
-    scope = max(inside, key=lambda one: one.lineno, default=tree)
+    scope = _scope_at(tree, line)
     shared = {name for one in walked(scope) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
     for one in walked(scope):
         if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or 0):
             names = [each.id for each in one.targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
             yield from (name for name in names if name not in _read(scope) | shared)
+
+
+def _scope_at(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function around a line, or the whole file."""
+    inside = [
+        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
+    ]
+    return max(inside, key=lambda one: one.lineno, default=tree)
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -199,16 +208,47 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
         >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}"
         >>> [list(predicting_loops(ast.parse(text.format(*one)))) for one in (("_", ""), ("y", "ys.append(y)"))]
         [[1], []]
+        >>> text = "for i, (x, y) in enumerate(loader):\\n  x, y = x.to(d), y.to(d)\\n  every[k:k + 8] = net(x)"
+        >>> list(predicting_loops(ast.parse(text)))
+        [1]
+        >>> list(predicting_loops(ast.parse("every = torch.cat([net(x) for x, _ in loader])")))
+        [1]
     """
-    for one in (node for node in walked(tree) if isinstance(node, ast.For)):
-        taken = one.target.elts if isinstance(one.target, ast.Tuple) else []
-        names = [each.id if isinstance(each, ast.Name) else "" for each in taken]
-        read = {name for each in one.body for name in _loaded(each)}
-        calls = {_name_called(each) for each in walked(one)}
-        given = [each for each in walked(one) if isinstance(each, ast.Call) and _name_called(each) not in _KEEPING]
+    for one in walked(tree):
+        if isinstance(one, ast.For):
+            read, line = _read(one), one.lineno
+            keeps = any(_name_called(each) in _KEEPING or _is_put_in_its_place(each) for each in walked(one))
+        elif isinstance(one, ast.ListComp) and len(one.generators) == 1:
+            read, line, keeps = _loaded(one.elt), one.lineno, True
+        else:
+            continue
+        names = _batch_of(one.target if isinstance(one, ast.For) else one.generators[0].target)
+        calls = [each for each in walked(one) if isinstance(each, ast.Call)]
+        given = [each for each in calls if _name_called(each) not in _KEEPING]
+        if len(names) < 2 or any(_name_called(each) == "backward" for each in calls):
+            continue
         is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
-        if len(names) > 1 and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
-            yield from [one.lineno] if calls & _KEEPING and "backward" not in calls else []
+        if keeps and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
+            yield line
+
+
+def _batch_of(target: ast.expr) -> list[str]:
+    """What a loop calls the things that it takes at once, also beside a number of the round."""
+    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    inner = next((each for each in parts if isinstance(each, (ast.Tuple, ast.List))), None)
+    if inner is not None:
+        return _batch_of(inner)
+    return [each.id if isinstance(each, ast.Name) else "" for each in parts]
+
+
+def _is_put_in_its_place(node: ast.AST) -> bool:
+    """Whether a slice of something is given a value, or a name what it was with more at its end."""
+    if not isinstance(node, ast.Assign):
+        return False
+    grows = _name_called(node.value) in ("cat", "concatenate", "hstack", "vstack")
+    own = {each.id for each in node.targets if isinstance(each, ast.Name)}
+    to_slice = any(isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Slice) for each in node.targets)
+    return to_slice or (grows and bool(own & _loaded(node.value)))
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

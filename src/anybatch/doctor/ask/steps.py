@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, Values, replay, slots
+from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, replay, slots
 from anybatch.doctor.ask.trials import FAILURES, Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -18,7 +18,6 @@ MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "resha
 PRODUCTS = frozenset({"matmul", "bmm", "mm"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
-_LEAST_ROWS = 4
 _MOST_NUMBERS = 1 << 26
 
 
@@ -58,10 +57,13 @@ class Step:
         self.until, self.rows, self.loss = until, tape.rows, tape.losses[-1]
         self.operations = tape.operations[: self.loss.before]
         self.leaves, self.parameters = tape.leaves, tape.parameters
+        given = [self.leaves[one] for one in self.needed & self.inputs] if tape.acted > 0 else []
+        if any(one.dim() and len(one) == tape.acted for one in given):
+            self.rows = tape.acted  # what acted is a part of what is trained
 
     def require_rows(self) -> None:
         """Raises where the batch has too few rows, or not all of the step can be run again."""
-        if self.rows < _LEAST_ROWS:
+        if self.rows < LEAST_ROWS:
             raise Unknown("the batch has fewer than four rows")
         if any(self.leaves[one].shape[:1] != (self.rows,) for one in self.tape.opaque & self.needed):
             raise Unknown("a part of the step was computed by what can't be run again")

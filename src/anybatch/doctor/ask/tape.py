@@ -16,6 +16,7 @@ from anybatch.doctor.seeing import name_of, writes
 from anybatch.doctor.values import tensors_in
 from anybatch.tensors.dispatch import unseen
 
+LEAST_ROWS = 4
 _MOST_OPERATIONS = 20_000
 _MOST_BYTES = 256 * 2**20
 _WRITTEN = "anybatch.doctor.written"
@@ -106,6 +107,8 @@ class Tape(SafeMode):
         # of views that have all entries in order, the shape of what they are views of
         self.bases: dict[Slot, tuple[int, ...]] = {}
         self.rows = -1  # of the batch; -1 where it is not known, as where no module is called
+        self.is_row = False  # whether it began with a call on no batch, but on the numbers of one row
+        self.acted = -1  # the rows of calls before the batch came, as of what chooses actions
         self.numbers: dict[Slot, int] = {}  # became numbers of Python, with how many operations had run then
         self.sizes = False  # whether a size was asked for
         # for each kind of node the lines of the operations that made one
@@ -128,6 +131,14 @@ class Tape(SafeMode):
         """Also lets go of the tensors of the run."""
         self._slots.clear()
         return super().stop()
+
+    def called(self, rows: int, is_row: bool) -> None:
+        """Is told of the rows of another call: one of a few rows before it, as of what acts, was on no batch."""
+        if not self.losses and self._acts() and rows >= LEAST_ROWS and not is_row:
+            self.acted, self.rows, self.is_row = self.rows, rows, False
+
+    def _acts(self) -> bool:
+        return 0 < self.rows < LEAST_ROWS or self.is_row
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is notified of a backward that is about to run."""
@@ -188,8 +199,9 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name not in _SET:
             return
-        if name in _MADE_OF_DATA and not operation.given and found[0].dim() and self.rows == len(found[0]):
-            return  # a batch, or what is known of its rows: a leaf when it is used
+        count = len(found[0]) if name in _MADE_OF_DATA and not operation.given and found[0].dim() else -2
+        if count == self.rows or (count >= LEAST_ROWS and self._acts()):
+            return  # a batch, or what is known of its rows, also behind a call that acts: a leaf when it is used
         self.rewrites |= (
             writes(name, kwargs)
             or name == "requires_grad"

@@ -182,7 +182,8 @@ def rewarded(step: Step) -> Iterator[Probed]:
             found.append((of_ratio, operation))
             continue
         toward = _toward_rewards(step, operation)
-        if not toward and (not _SCORED.search(text) or not _REWARD.search(text)):
+        is_rewarded = _REWARD.search(text) or _are_weights(step, operation)
+        if not toward and (not _SCORED.search(text) or not is_rewarded):
             continue
         (slope,) = step.slopes(operation.outs[0])
         if slope is not None and bool(slope.any()):
@@ -327,6 +328,16 @@ def _product(step: Step, slot: Slot) -> Operation | None:
         if operation.kind not in _SCALING | _FILLING or is_learned:
             return None
     return None
+
+
+def _are_weights(step: Step, product: Operation) -> bool:
+    """Whether what weighs log-probabilities was given for each of them, and is never negative, as returns may be."""
+    fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
+    of, is_scored = step.values[fixed], any(True for _ in step.run.of(Scored))
+    is_given = step.made_of(fixed).isdisjoint(step.parameters) and of.shape == step.values[trained].shape
+    return (
+        is_scored and is_given and of.is_floating_point() and bool((of >= 0).all()) and len(of.unique()) > 2
+    )  # no mask
 
 
 def _toward_rewards(step: Step, product: Operation) -> int:

@@ -209,9 +209,8 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     zero = [one for one, grads in seen.items() if one in own and len(grads) >= least and not any(grads)]
     others = any(one in optimized(run) and all(grads) for one, grads in seen.items())
     back = next((one for one in run.of(Backward) if one.function == "backward"), None)
-    once = [one for one in zero if "weight_hh_l" in run.parameters[one].name.rpartition(".")[2]]
-    if not ops and once and others and back is not None:
-        yield _of_one_step(run, once, len(seen[once[0]]), back)
+    if not ops and others and back is not None:
+        yield from _recurrent(run, zero, len(seen[zero[0]]) if zero else 0, back)
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
     names, op = names_of(run, zero), ops[0]
@@ -232,6 +231,34 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
         severity="info" if same is not None and learned_well(run) else "",
+    )
+
+
+def _recurrent(run: Run, zero: list[int], samples: int, back: Backward) -> Iterator[Found]:
+    """Recurrent layers of whose weights from step to step, or of all in a direction, no loss is made."""
+    of = {one: run.parameters[one].name.rpartition(".")[2] for one in zero}
+    part = {one: (run.parameters[one].root, run.parameters[one].module, of[one].rpartition("_l")[2]) for one in zero}
+    once = [one for one in zero if "weight_hh_l" in of[one]]
+    without_input = {part[one] for one in zero if "weight_ih_l" in of[one]} & {part[one] for one in once}
+    if without_input:
+        yield _of_no_step(run, [one for one in zero if part[one] in without_input], samples, back)
+    elif once:
+        yield _of_one_step(run, once, samples, back)
+
+
+def _of_no_step(run: Run, unread: list[int], samples: int, back: Backward) -> Found:
+    names, one = names_of(run, unread), run.parameters[unread[0]]
+    return Found(
+        text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
+        f"{counted(samples, 'sample')}: what they make in {module_code(run, one.root, one.module)} is in no loss.",
+        fix="torch.cat([hidden[-2], hidden[-1]], 1)  # the last layer has a state for each of its two directions",
+        cause="Of two directions hidden[-1] is the second one alone, and of several layers hidden[0] is not the last.",
+        since=back,
+        where=first_call(run, one.root),
+        parameters=unread,
+        module=(one.root, one.module),
+        evidence={"parameters": len(names), "samples": samples},
+        severity="warning",
     )
 
 

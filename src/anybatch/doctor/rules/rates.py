@@ -22,7 +22,7 @@ from anybatch.doctor.views.measures import (
 )
 from anybatch.doctor.views.naming import by_line, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome, weighs_rewards
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -222,7 +222,7 @@ def _ratios(one: OptimizerView, early: float) -> list[tuple[Norms, float]]:
 def _risen(one: OptimizerView, early: float) -> _Long | None:
     """Steps behind which the loss is three times what it was at the start."""
     losses, ratios = one.losses, _ratios(one, early)
-    if adversarial(one.run, one.number) or not losses.is_positive or not ratios:
+    if adversarial(one.run, one.number) or _may_rise(one.run) or not losses.is_positive or not ratios:
         return None
     start = losses.values[0]
     for step, at, value in zip(losses.steps, losses.ats, losses.values, strict=True):
@@ -235,6 +235,12 @@ def _risen(one: OptimizerView, early: float) -> _Long | None:
                    "of the weights")  # fmt: skip
             return _Long(min(norms.at, at), min(norms.step, step), largest, why)
     return None
+
+
+def _may_rise(run: Run) -> bool:
+    """Whether more reward makes a loss larger; of an interrupted run, which was not asked, whether it may."""
+    of_scores = any(True for _ in run.of(Scored)) and not by_line(run)
+    return weighs_rewards(run) or (of_scores and not answers(run, "rewarded", "unknown"))
 
 
 def _lost_a_number(one: OptimizerView, long: _Long) -> _Harm | None:
@@ -298,6 +304,8 @@ def _stuck(one: OptimizerView, long: _Long) -> _Harm | None:
     losses, prior = one.losses, one.losses.prior
     after = losses.since(long.at).finite
     if len(after) < 5 or adversarial(one.run, one.number) or not losses.is_positive or _falls_still(after):
+        return None
+    if _may_rise(one.run):
         return None
     if prior is None and _one_at_a_time(one.run):
         return None  # the loss of one sample may begin low by chance

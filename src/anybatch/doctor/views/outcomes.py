@@ -280,7 +280,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("undecided", terms[0].said, steps=steps)
     if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
         return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
-    if any(answers(run, "rewarded", word) for word in ("yes", "no")):
+    if weighs_rewards(run):
         return _moved(run, part, steps, "a loss that weighs log-probabilities with rewards need not fall")
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
@@ -292,6 +292,11 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         "undecided", f"the loss did not clearly fall: {went.first:.4g} at first, {went.last:.4g} at the end",
         steps=steps,
     )  # fmt: skip
+
+
+def weighs_rewards(run: Run) -> bool:
+    """Whether a loss weighs log-probabilities with rewards: more reward may make it larger."""
+    return any(answers(run, "rewarded", word) for word in ("yes", "no"))
 
 
 def _has_a_target_net(run: Run) -> bool:
