@@ -179,9 +179,12 @@ class Trial:
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
         counted, error = self._gradient_error(whole, split)
         found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
-        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
+        if not found.is_none:
+            return found
         seeded = None if in_pieces or not (draws or whole.drew_torch) else self._seeded(cut, numbers)
-        return replace(found, bound=bound, seeded=seeded)
+        if seeded is not None or whole.drew_others:
+            return replace(found, seeded=seeded)
+        return replace(found, bound=bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)))
 
     def _seeded(self, cut: Cut, numbers: StandIns | None) -> tuple[float, Sequence[str]] | None:
         """How far off a gradient is whose parts draw the same numbers, and the operations; ``None`` if none do."""
