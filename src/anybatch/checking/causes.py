@@ -317,7 +317,7 @@ CAUSES: dict[str, Cause] = {
         "layout",
         "The samples of {label} are in dimension {dim}, which is as long as dimension 0. Cut there, the error is "
         "{error_with_remedy:.2g}.",
-        ("layout={{{path!r}: {dim}}}",),
+        ("layout={layout!r}",),
     ),
     "broadcasts": Cause(
         "broadcast",

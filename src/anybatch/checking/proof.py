@@ -31,7 +31,7 @@ from anybatch.checking.cuts import (
     placed_one_by_one,
 )  # fmt: skip
 from anybatch.checking.examination import later_state, written_weights
-from anybatch.checking.searches import shown_iterators
+from anybatch.checking.searches import misplaced, shown_iterators
 from anybatch.checking.sizes import another_size
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
@@ -58,6 +58,10 @@ _AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
+_OTHERS = (
+    "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
+    "sample; what is drawn once for the batch, draw before the step"
+)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
@@ -105,7 +109,7 @@ def prove(
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
         if trial.draws_elsewhere and proof.exact:
-            proof = _with_note(proof, "each micro-batch draws numbers of its own from NumPy or Python")
+            proof = _with_note(proof, _OTHERS)
         if prover.is_of_now:
             proof = _with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
@@ -220,18 +224,16 @@ class _Prover:
     def _uncut(self) -> Found | None:
         """Whether a part runs, and adds up to the whole, once one leaf is not cut, or elsewhere; or runs, uncut."""
         runs: list[Found] = []
-        for label, path, dim, other in placed_one_by_one(self._task.splittable):
+        for label, placed, other in placed_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
                 if rows < 2 or not math.isfinite(found.value_error) or self._trial.is_the_same(cut):
                     continue  # what is no longer cut may be all the data, or need what is cut whole as well
-                if dim is not None and not found.is_none:
+                if None not in placed.values() and not found.is_none:
                     continue
-                evidence = {"path": path, "error_with_remedy": found.error, "dim": dim}
-                code = "not per sample" if dim is None else "other dimension"
-                told = worded(code, label, evidence, label=label, rows=self._task.splittable.rows)
+                told = misplaced(label, placed, found.error, self._task.splittable.rows)
                 runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))
                 if found.is_none:
                     return runs[-1]

@@ -17,6 +17,7 @@ from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.isolation import is_flag
+from anybatch.checking.reach import OwnOptimizers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -155,6 +156,7 @@ class Trial:
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self._effects = SideEffects([*self._modules, *functions], tensors=False)
+        self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
@@ -416,7 +418,7 @@ class Trial:
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
-            with seen, written or bounds or numbers or contextlib.nullcontext():
+            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers.put_back():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
