@@ -147,7 +147,8 @@ class ModelCopy:
         try:
             made = shallow(value)
         except Exception:  # noqa: BLE001 - it may not take its items one by one
-            made = type(value).__new__(type(value))
+            kind: Any = type(value)
+            made = kind.__new__(kind)
             vars(made).update(vars(value))
         if isinstance(made, dict):
             dict.update(made, {key: self.translated(one) for key, one in value.items()})
