@@ -556,7 +556,8 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     """
     odd, usual = found[0], found[1]
     odds, others = (tuple(one.dotted for one in found if one.rows == rows) for rows in (odd.rows, usual.rows))
-    hints = "".join(hint(*pair) for hint in (_turned, _flattened) for pair in ((odd, usual), (usual, odd)))
+    pairs = (odd, usual), (usual, odd)
+    hints = "".join([*(_turned(*pair, found) for pair in pairs), *(_flattened(*pair) for pair in pairs)])
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
         f"along dimension 0.{hints} If {odd.label} is not per "
@@ -571,13 +572,20 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
     return BatchError(f"{text}. {IN_A_ROW}", path=odd.label)
 
 
-def _turned(one: Found, other: Found) -> str:
-    """The hint that the samples of a leaf may be in a later dimension."""
+def _turned(one: Found, other: Found, found: Sequence[Found]) -> str:
+    """The hint that the samples of a leaf, and of those like it, may be in a later dimension, as of hidden states."""
     shape = tuple(getattr(one.node, "shape", ()))
     if not one.dotted or other.rows not in shape[1:]:
         return ""
     dim = shape.index(other.rows, 1)
-    return f" If the samples of {one.label} are in dimension {dim}, pass layout={{{one.dotted!r}: {dim}}}."
+    alike = [each for each in found if each.dotted and each.rows == one.rows and _size(each, dim) == other.rows]
+    labels, layout = " and ".join(each.label for each in alike), {each.dotted: dim for each in alike}
+    return f" If the samples of {labels} are in dimension {dim}, pass layout={layout!r}."
+
+
+def _size(one: Found, dim: int) -> int | None:
+    shape = tuple(getattr(one.node, "shape", ()))
+    return shape[dim] if dim < len(shape) else None
 
 
 def _flattened(one: Found, other: Found) -> str:

@@ -317,7 +317,7 @@ CAUSES: dict[str, Cause] = {
         "layout",
         "The samples of {label} are in dimension {dim}, which is as long as dimension 0. Cut there, the error is "
         "{error_with_remedy:.2g}.",
-        ("layout={{{path!r}: {dim}}}",),
+        ("layout={layout!r}",),
     ),
     "broadcasts": Cause(
         "broadcast",
@@ -527,6 +527,25 @@ def seeded(operations: Iterable[str]) -> Reason:
     """Says that a generator is seeded in the loss; masks of the samples help only if nothing else is drawn."""
     found = reason("seeded")
     return found if set(operations) <= _MASKS else dataclasses.replace(found, remedies=found.remedies[:1])
+
+
+def unexplained(error: float, failure: BaseException) -> Reason:
+    """Says that samples give something else in parts where the explanation itself fails, without what words others."""
+    failed = f"{type(failure).__name__}: {failure}"
+    message = CAUSES["unexplained"].text.format(error=error)
+    return dataclasses.replace(
+        _UNEXPLAINED, message=f"{message} (What explains it failed with {failed})",
+        evidence={"error": error, "failed": failed},
+    )  # fmt: skip
+
+
+_UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])
 
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import cast
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import in_one_line, reason
+from anybatch.checking.causes import in_one_line, is_own, reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, own_rows
 from anybatch.checking.examination import opened
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.trial import Trial
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
+from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
 from anybatch.update.passes import Task
@@ -47,7 +48,12 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
             )  # fmt: skip
             if difference.is_none:
                 return proof, None
-            found = trial.isolated(cut, lambda own: _found(own, loss, length, other))
+            try:
+                found = trial.isolated(cut, lambda own: _found(own, loss, length, other))
+            except Exception as error:
+                if loss.mode == "exact" and is_own(error) and not isinstance(error, (AnyBatchError, OverBudget)):
+                    return replace(proof, outcome="not exact"), unexplained(difference.error, error)
+                raise
             if found is None:
                 return replace(proof, by="certificate"), None
             shown, is_same_loss = found

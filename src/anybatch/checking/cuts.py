@@ -62,27 +62,36 @@ class Cut(NamedTuple):
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
 
 
-def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, str, int | None, Splittable]]:
+def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, dict[str, int | None], Splittable]]:
     """The batch with one of its leaves cut along another dimension as long, or not at all, each in turn.
 
+    Leaves of one shape are cut along another dimension together, too, as the two hidden states of an LSTM.
+
     Yields:
-        The label and the path of the leaf, the dimension, and the batch.
+        The labels and the paths of the leaves, each with its dimension, and the batch.
     """
     tensors = [one for one in leaves(splittable.batches[0], "batch") if isinstance(one[2], torch.Tensor)]
     if splittable.collate is not None or len(tensors) < 2:
         return
     broadcast, dims = splittable.broadcast, getattr(splittable.broadcast, "dims", None) or {}
-    whole = [(label, ".".join(keys), None) for label, keys, _ in tensors[:_MOST_LEAVES]]
-    other = [
-        (label, ".".join(keys), dim)
-        for label, keys, leaf in tensors[:_MOST_LEAVES]
-        for dim in range(1, leaf.dim())
-        if leaf.shape[dim] == leaf.shape[0] and ".".join(keys) not in dims
+    few = [(label, ".".join(keys), leaf) for label, keys, leaf in tensors[:_MOST_LEAVES]]
+    other, alike = list[tuple[str, dict[str, int | None]]](), dict[Any, list[tuple[str, str]]]()
+    for label, path, leaf in few:
+        for dim in range(1, leaf.dim()):
+            if leaf.shape[dim] == leaf.shape[0] and path not in dims:
+                other.append((label, {path: dim}))
+                alike.setdefault((leaf.shape, dim), []).append((label, path))
+    together = [
+        (" and ".join(label for label, _ in own), dict.fromkeys((path for _, path in own), dim))
+        for (_, dim), own in alike.items()
+        if 1 < len(own) < len(tensors)
     ]
-    for label, path, dim in other + whole:
-        placed = placement((*broadcast, path), dims) if dim is None else placement(broadcast, {**dims, path: dim})
+    whole: list[tuple[str, dict[str, int | None]]] = [(label, {path: None}) for label, path, _ in few]
+    for label, placed in [*other, *together, *whole]:
+        uncut, moved = [one for one, dim in placed.items() if dim is None], {k: d for k, d in placed.items() if d}
         with contextlib.suppress(BatchError):  # then nothing is left that is cut
-            yield label, path, dim, Splittable(splittable.batches, broadcast=placed)
+            chosen = placement((*broadcast, *uncut), {**dims, **moved})
+            yield label, placed, Splittable(splittable.batches, broadcast=chosen)
 
 
 def most_of(largest: int) -> int:

@@ -4,7 +4,8 @@ A loss over the triplets that are active, the samples above a threshold or the p
 them as long as all are, as often in the first batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +18,21 @@ _FACTORS = (0.3, 30.0)
 _MARKS = 4  # numbers that often have a meaning of their own
 _DRAWS = 16  # of which entries are kept, among few samples
 _NOISE = 0.5  # of what a sample has
+_AT_ONCE = 1 << 20  # entries that are compared with a mark: a mask of a whole leaf may have no room in a budget
 
 
 class Unseen(NamedTuple):
     """What a batch does not have, and would have to be proved for."""
 
     keys: tuple[str, ...]  # of the leaf
-    has: Callable[[torch.Tensor], torch.Tensor]  # which entries of it are so
+    has: Callable[[torch.Tensor], Any]  # whether an entry of it is so
     what: Any = ""  # what it is known by
 
-    def is_in(self, splittable: Splittable) -> bool:
+    def is_in(self, batches: Iterable[Any]) -> bool:
         """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
-        for batch in splittable.batches:
+        for batch in batches:
             leaf = _at(batch, self.keys)
-            if _is_numbers(leaf) and bool(self.has(leaf).any()):
+            if _is_numbers(leaf) and self.has(leaf):
                 return True
         return False
 
@@ -52,11 +54,11 @@ def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts
     """The leaf of labels of a mean, none of which is ignored so far, where the counts do not leave such a one out."""
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
-        if _is_numbers(leaf) and _are_of(leaf, labels.cpu()) and not bool((leaf == ignored).any()):
+        if _is_numbers(leaf) and _are_of(leaf, labels.cpu()) and not _has(leaf, ignored):
             values = flat(batch)
             values[place] = torch.full_like(leaf, ignored)
             if all(float(one(like(batch, values))) == float(one(batch)) for one in counts):
-                yield Unseen(tuple(keys), lambda one: one == ignored, ignored)
+                yield Unseen(tuple(keys), functools.partial(_has, mark=ignored), ignored)
 
 
 def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
@@ -81,10 +83,10 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
             continue
         kept, first, others = _by_chance(leaf, sizes), leaf.flatten()[0].item(), list[tuple[Any, float]]()
         if leaf.is_floating_point():
-            others.append((torch.isnan, float("nan")))
+            others.append((_is_missing, float("nan")))
         if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
             others.append((_is_uneven, first / 4))
-        if leaf.is_floating_point() and not bool((leaf < 0).any()):
+        if leaf.is_floating_point() and not _is_negative(leaf):
             others.append((_is_negative, -1))
         for has, other in _others(leaf):
             if has is _is_negative:  # which is not tried: kernels may read where such an index points
@@ -97,7 +99,7 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
                 Unseen(tuple(keys), has, "uneven" if has is _is_uneven else str(other)),
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),
             )
-        if leaf.dim() == 1 and not leaf.is_floating_point() and not bool(_is_twice(leaf)):
+        if leaf.dim() == 1 and not leaf.is_floating_point() and not _is_twice(leaf):
             values[place] = leaf[
                 torch.arange(len(leaf), device=leaf.device) % ((len(leaf) + 1) // 2)
             ]  # in other micro-batches
@@ -107,47 +109,75 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
             )
 
 
-def _others(leaf: torch.Tensor) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], float]]:
+def _others(leaf: torch.Tensor) -> Iterator[tuple[Callable[[torch.Tensor], Any], float]]:
     """Whole numbers that a leaf has not: negative ones, and those that may stand for a padding, an end or a flag."""
     if leaf.is_floating_point():
         return
-    if leaf.dtype not in (torch.bool, torch.uint8) and not bool((leaf < 0).any()):
+    if leaf.dtype not in (torch.bool, torch.uint8) and not _is_negative(leaf):
         yield _is_negative, -1
     for mark in (True,) if leaf.dtype is torch.bool else range(min(_MARKS, int(leaf.max()))):
-        if not bool((leaf == mark).any()):
-            yield lambda one, mark=mark: one == mark, mark  # type: ignore[misc]
+        if not _has(leaf, mark):
+            yield functools.partial(_has, mark=mark), mark
+
+
+def even(splittable: Splittable) -> list[Unseen]:
+    """What leaves do not have so far, such as ignored labels or uneven weights, where no other ones can be tried."""
+    return [] if splittable.is_collated else even_in(splittable.batches, splittable.broadcast)
 
 
 @unwatched
-def even(splittable: Splittable) -> list[Unseen]:
-    """What leaves do not have so far, such as ignored labels or uneven weights, where no other ones can be tried."""
-    if splittable.is_collated:
-        return []
+def even_in(batches: Sequence[Any], broadcast: Sequence[str] = ()) -> list[Unseen]:
+    """The same of batches of one layout."""
     found = [
         Unseen(tuple(keys), has, what)
-        for _, keys, leaf in leaves(splittable.batches[0], "batch")
-        if _is_numbers(leaf) and not leaf.is_nested and ".".join(keys) not in splittable.broadcast
+        for _, keys, leaf in leaves(batches[0], "batch")
+        if _is_numbers(leaf) and not leaf.is_nested and ".".join(keys) not in broadcast
         for has, what in ((_is_uneven, "uneven"), *_others(leaf))
     ]
-    return [one for one in found if not one.is_in(splittable)]
+    return [one for one in found if not one.is_in(batches)]
 
 
-def _is_uneven(leaf: torch.Tensor) -> torch.Tensor:
+def _ends(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest number, without a mask; both are NaN where one is."""
     try:
-        low, high = leaf.aminmax()  # without a mask of its size, for which a budget may have no room
+        low, high = leaf.aminmax()
     except NotImplementedError:  # of small types that torch does not order on every device
-        return leaf != leaf.flatten()[:1]
-    return low != high
+        low, high = leaf.float().aminmax()
+    return low, high
 
 
-def _is_negative(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf < 0
+def _is_uneven(leaf: torch.Tensor) -> bool:
+    low, high = _ends(leaf)
+    return bool(low != high)
 
 
-def _is_twice(leaf: torch.Tensor) -> torch.Tensor:
+def _is_negative(leaf: torch.Tensor) -> bool:
+    low, _ = _ends(leaf)
+    return bool((leaf < 0).any() if low != low else low < 0)
+
+
+def _is_missing(leaf: torch.Tensor) -> bool:
+    return bool(_ends(leaf)[0].isnan())
+
+
+def is_not_full(leaf: torch.Tensor) -> bool:
+    """Whether a mask has anything but ones."""
+    low, high = _ends(leaf)
+    return not (low == 1 and high == 1)
+
+
+def _has(leaf: torch.Tensor, mark: float) -> bool:
+    pieces = leaf.split(max(1, _AT_ONCE * len(leaf) // leaf.numel()))
+    for piece in pieces:  # noqa: SIM110 - in each step, so without a generator's calls
+        if (piece == mark).any():
+            return True
+    return False
+
+
+def _is_twice(leaf: torch.Tensor) -> bool:
     """Whether two of some whole numbers are the same."""
     ordered = leaf.flatten().sort().values
-    return (ordered[1:] == ordered[:-1]).any()
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _is_numbers(leaf: Any) -> bool:
@@ -203,7 +233,7 @@ def _by_chance(
 
 def _is_full(leaf: torch.Tensor) -> bool:
     is_compared = leaf.dim() > 0 and leaf.numel() > 1 and not (leaf.is_complex() or leaf.dtype in SIGNED)
-    return is_compared and bool((leaf == 1).all())
+    return is_compared and not is_not_full(leaf)
 
 
 def _kind(own: Sequence[Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.checking.causes import in_one_line, more, seeded
+from anybatch.checking.causes import in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import (
@@ -31,7 +31,7 @@ from anybatch.checking.cuts import (
     placed_one_by_one,
 )  # fmt: skip
 from anybatch.checking.examination import later_state, written_weights
-from anybatch.checking.searches import shown_iterators
+from anybatch.checking.searches import misplaced, shown_iterators
 from anybatch.checking.sizes import another_size
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
@@ -58,6 +58,10 @@ _AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
+_OTHERS = (
+    "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
+    "sample; what is drawn once for the batch, draw before the step"
+)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
@@ -105,7 +109,7 @@ def prove(
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
         if trial.draws_elsewhere and proof.exact:
-            proof = _with_note(proof, "each micro-batch draws numbers of its own from NumPy or Python")
+            proof = _with_note(proof, _OTHERS)
         if prover.is_of_now:
             proof = _with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
@@ -220,18 +224,16 @@ class _Prover:
     def _uncut(self) -> Found | None:
         """Whether a part runs, and adds up to the whole, once one leaf is not cut, or elsewhere; or runs, uncut."""
         runs: list[Found] = []
-        for label, path, dim, other in placed_one_by_one(self._task.splittable):
+        for label, placed, other in placed_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
                 if rows < 2 or not math.isfinite(found.value_error) or self._trial.is_the_same(cut):
                     continue  # what is no longer cut may be all the data, or need what is cut whole as well
-                if dim is not None and not found.is_none:
+                if None not in placed.values() and not found.is_none:
                     continue
-                evidence = {"path": path, "error_with_remedy": found.error, "dim": dim}
-                code = "not per sample" if dim is None else "other dimension"
-                told = worded(code, label, evidence, label=label, rows=self._task.splittable.rows)
+                told = misplaced(label, placed, found.error, self._task.splittable.rows)
                 runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))
                 if found.is_none:
                     return runs[-1]
@@ -259,7 +261,7 @@ class _Prover:
             proof, reason = self._decided(cut, difference)
             if reason is None or (is_open and math.isinf(proof.error)):
                 return found
-            if proof.by == "certificate":
+            if proof.by == "certificate" or "failed" in reason.evidence:
                 return proof, reason
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
                 return proof, worded("unexplained", "loss", {"error": difference.error})
@@ -278,14 +280,18 @@ class _Prover:
                 rows = sum(cut.sizes)
                 halves, whole = (Coupled(coupled.encode, coupled.loss, row_block=n) for n in (rows // 2, rows))
                 difference = self._trial.of_losses_alike(cut, (halves, whole))
-                certificate = None if difference.is_none else self._trial.certificate(cut, halves)
-                reason = next((one for one in certificate.reasons if one.code == "rows"), None) if certificate else None
-                if reason is not None:
-                    return _proof("not exact", "certificate", cut, difference, certificate), reason
+                if not difference.is_none:
+                    proof, reason = self._closed(cut, difference, partial(self._by_rows, cut, difference, halves))
+                    return None if reason is None else (proof, reason)
             return None
         except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
             Failure(error).release()
         return None
+
+    def _by_rows(self, cut: Cut, difference: Difference, halves: Coupled) -> Found:
+        certificate = self._trial.certificate(cut, halves)
+        reason = next((one for one in certificate.reasons if one.code == "rows"), None)
+        return _proof("not exact", "certificate", cut, difference, certificate), reason
 
     def later(self) -> Reason | None:
         """What each micro-batch moves, and makes a difference at another value only."""
@@ -312,7 +318,8 @@ class _Prover:
                 return None
             fewer = (self._many(fewer, room) for fewer in range(2, self._times))
             proof, reason = self._decided(*next((one for one in fewer if one and not one[1].is_none), shown))
-            return None if reason is None or proof.by != "certificate" else (proof, reason)
+            is_told = proof.by == "certificate" or (reason is not None and "failed" in reason.evidence)
+            return None if reason is None or not is_told else (proof, reason)
         except OverBudget:
             return None
         except Exception as error:  # noqa: BLE001 - rows may not be picked, or memory run out
@@ -351,14 +358,20 @@ class _Prover:
         self.bound = self.bound or difference.bound
         if difference.is_none and difference.seeded is not None:
             error, operations = difference.seeded
-            return _proof("not exact", "comparison", cut, replace(difference, error=error)), seeded(operations)
+            off = replace(difference, error=error)
+            return self._closed(cut, off, lambda: (_proof("not exact", "comparison", cut, off), seeded(operations)))
         if difference.is_none:
             return _proof("exact", "comparison", cut, difference), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
             only: Cuts = lambda *given: islice(cuts(*given), turn, turn + 1)  # noqa: E731
             again = next(self._compared(only, in_single=True), "")  # a model may be in autocast itself
             if not isinstance(again, str) and again[1].is_none:
+                self.bound = self.bound or again[1].bound
                 return _proof("exact", "comparison", *again), None
+        return self._closed(cut, difference, partial(self._told, cut, difference))
+
+    def _told(self, cut: Cut, difference: Difference) -> Found:
+        """What makes the gradients differ."""
         if self._trial.moves(cut):  # before anything else runs: a warm-up may end in the proof, and be seen no more
             where, what = shown_iterators(self._trial.moved())
             return _proof("not exact", "comparison", cut, difference), worded(
@@ -366,6 +379,17 @@ class _Prover:
             )
         proof, reason = self._decided(cut, difference)
         return (proof, None) if reason is None else self.in_groups(range(2, self._largest + 1)) or (proof, reason)
+
+    def _closed(self, cut: Cut, difference: Difference, explain: Callable[[], Found]) -> Found:
+        """What explains a difference; one that was seen is not lost where what explains it fails."""
+        try:
+            return explain()
+        except Exception as error:
+            if isinstance(error, OverBudget) or is_out_of_memory(error):
+                raise
+            reason = unexplained(difference.error, error)
+            Failure(error).release()
+        return _proof("not exact", "comparison", cut, difference), reason
 
     def _compared(self, cuts: Cuts, *, in_single: bool | None = None) -> Compared:
         """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
@@ -394,8 +418,13 @@ class _Prover:
 
     def _decided(self, cut: Cut, difference: Difference) -> Found:
         """What a certificate says of gradients, or of losses, that differ by more than rounding."""
+        return self._closed(cut, difference, partial(self._explained, cut, difference))
+
+    def _explained(self, cut: Cut, difference: Difference) -> Found:
         certificate = self._certified(cut)
         if certificate is not None and certificate.exact:
+            bounds = (one.evidence["operation"] for one in certificate.notes if one.code == "bound")
+            self.bound = self.bound or next(bounds, "")
             return _proof("exact", "certificate", cut, difference, certificate), None
         reasons = [one for one in certificate.reasons if one.code not in _UNDECIDED] if certificate else []
         code = "" if certificate is None or reasons else certificate.reasons[0].code
@@ -426,10 +455,10 @@ class _Prover:
             return _proof("not exact", "certificate", cut, difference, certificate), reason
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
-        unexplained = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
+        other = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
         if self._trial.written and certificate is None:  # as where the loss trains a net of its own
-            unexplained = written_weights(self._task, self._trial.written_by_name(), difference.error)
-        return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
+            other = written_weights(self._task, self._trial.written_by_name(), difference.error)
+        return _proof("not exact", "comparison", cut, difference), reason or refused or other
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""
@@ -442,8 +471,10 @@ class _Prover:
             return certificate
         except AnyBatchError:
             return None
-        except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            Failure(error).release()
+        except Exception as error:
+            if is_own(error) and not isinstance(error, OverBudget) and not is_out_of_memory(error):
+                raise
+            Failure(error).release()  # the model may be one that can't run so
         return None
 
     def in_groups(self, groups: Sequence[int], again: int = _ANY) -> tuple[Proof, None] | None:

@@ -25,7 +25,7 @@ from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
 from anybatch.update.passes import Task
-from anybatch.update.transaction import Snapshot
+from anybatch.update.transaction import Snapshot, Unproved
 
 if TYPE_CHECKING:
     from anybatch.checking.elsewhere import Unseen
@@ -87,6 +87,8 @@ class Proofs:
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
+        if isinstance(own := task.splittable.collate, functools.partial) and own.func == self._collated:
+            task.splittable.collate = own.args[0]  # the user's, for a proof
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         if key in self._known and self._is_new(key, task, nodes):
@@ -95,31 +97,37 @@ class Proofs:
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
             task.on_loss = functools.partial(self._saw, key, not holds)  # holds nothing of the batch
+        if holds and task.splittable.collate is not None:
+            self._watch(key, task)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
-
-            def prove_with_others() -> None:
-                from anybatch.checking import elsewhere, together
-
-                clear()
-                with before.weights_put_back():
-                    proof, reason = together.prove_together(task, parts, parameters, optimizations, update)
-                if self.verify != "off":
-                    self._conclude(proof, reason, task)
-                    self.latest = self._kept(key, proof) if splits else proof
-                    self._unseen[key] = elsewhere.even(task.splittable)
-
+            given = task, parts, parameters, optimizations, update
+            prove_with_others = functools.partial(self._proved_with_others, key, before, clear, given, splits=splits)
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None
         if holds:
             self.latest = known
             return task, None
-        own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
-        if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
+        if _are_unmade(task.model, parameters):
             return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
         with before.weights_put_back():
             return self._proved(key, known, task, parts, parameters, optimizations, update)
+
+    def _proved_with_others(
+        self, key: Hashable, before: Snapshot, clear: Callable[[], None], given: tuple[Any, ...], *, splits: bool
+    ) -> None:
+        from anybatch.checking import elsewhere, together
+
+        task, *_ = given
+        clear()
+        with before.weights_put_back():
+            proof, reason = together.prove_together(*given)
+        if self.verify != "off":
+            self._conclude(proof, reason, task)
+            self.latest = self._kept(key, proof) if splits else proof
+            self._unseen[key] = elsewhere.even(task.splittable)
+            self._watch(key, task, begins=True)
 
     def _saw(self, key: Hashable, is_proved: bool, name: str, loss: Any) -> None:
         """Has the next batch proved, where the last operations of a loss of this one are others than before."""
@@ -143,11 +151,52 @@ class Proofs:
         self._batches[key] += 1
         if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn, nodes):
             return True
-        for one in self._unseen.get(key, ()):  # in each step, so without a generator's calls
-            if (key, one.keys, one.what) not in self._met and one.is_in(task.splittable):
+        unseen = (
+            self._unseen.get(key, ()) if task.splittable.collate is None else ()
+        )  # which is looked at as it is made
+        for one in unseen:  # in each step, so without a generator's calls
+            if (key, one.keys, one.what) not in self._met and one.is_in(task.splittable.batches):
                 self._met.add((key, one.keys, one.what))
                 return True
         return self._batches[key] >= self._due.get(key, _AGAIN)
+
+    def _watch(self, key: Hashable, task: Task, *, begins: bool = False) -> None:
+        """Looks at what ``collate`` makes as it is made, since raw samples may not show what they become.
+
+        Args:
+            begins: whether the batch was just proved, so that what it does not have is noted.
+        """
+        splittable, is_alone = task.splittable, not task.settings.reducer.is_shared
+        if splittable.collate is not None:
+            notes = [True] if begins else []
+            splittable.collate = functools.partial(self._collated, splittable.collate, key, notes, is_alone)
+
+    def _collated(
+        self, collate: Callable[[list[Any]], Any], key: Hashable, notes: list[bool], is_alone: bool, samples: list[Any]
+    ) -> Any:
+        """What ``collate`` makes; the batch is proved again, at once or on several ranks the next one, for what is new.
+
+        Raises:
+            Unproved: it has what none that was proved had; the step begins again.
+        """
+        from anybatch.checking.elsewhere import even_in
+
+        batch = collate(samples)
+        known = self._unseen.get(key, [])
+        if notes:
+            is_first = notes.pop()
+            with contextlib.suppress(Exception):  # of what can't be looked into
+                found = even_in([batch]) if is_first else [one for one in known if not one.is_in([batch])]
+                self._unseen[key] = found
+            notes.append(False)
+            return batch
+        new = [(key, one.keys, one.what) for one in known if one.is_in([batch])]
+        if not self._met.issuperset(new):
+            self._met.update(new)
+            self._due[key] = 0
+            if is_alone:
+                raise Unproved
+        return batch
 
     def _kept(self, key: Hashable, proof: "Proof") -> "Proof":
         """Keeps what was proved, and has one that shows nothing tell what an earlier batch has shown."""
@@ -187,6 +236,7 @@ class Proofs:
             )  # fmt: skip
         if not Replay.can_be(task, parts, proof):
             self._unseen[key] = even(task.splittable)
+            self._watch(key, task, begins=True)
             return task, None
         if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
             if proof.exact and proof.group == 1 and reason is None:
@@ -230,6 +280,11 @@ class Proofs:
         known = len(self._told)
         self._told.add(text)
         return len(self._told) > known
+
+
+def _are_unmade(model: Any, parameters: Sequence[torch.Tensor]) -> bool:
+    own = (one for module in modules_of(model) for one in module._parameters.values() if one is not None)
+    return any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters)
 
 
 def layout_key(splittable: Splittable, nodes: Sequence[Rows | Constant] | None = None) -> Hashable:

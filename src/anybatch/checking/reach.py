@@ -1,5 +1,6 @@
 """What a loss function reaches beside its arguments: what it is bound to, its closure, and the globals it reads."""
 
+import contextlib
 import functools
 import inspect
 import types
@@ -34,8 +35,39 @@ def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
 
 def optimized_by(loss_fn: Any) -> set[int]:
     """The parameters of the optimizers that a loss function reaches, by their ``id``."""
-    found = (one for _, one in _walk(loss_fn, "loss_fn", _DEPTH, set()) if isinstance(one, torch.optim.Optimizer))
-    return {id(one) for optimizer in found for group in optimizer.param_groups for one in group["params"]}
+    return {
+        id(one) for optimizer in _optimizers(loss_fn) for group in optimizer.param_groups for one in group["params"]
+    }
+
+
+def _optimizers(loss_fn: Any) -> list[torch.optim.Optimizer]:
+    return [one for _, one in _walk(loss_fn, "loss_fn", _DEPTH, set()) if isinstance(one, torch.optim.Optimizer)]
+
+
+class OwnOptimizers:
+    """The optimizers by which a loss trains nets of its own, and none of the model's parameters."""
+
+    def __init__(self, model: Any, loss_fn: Any) -> None:
+        own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+        found = {id(one): one for one in _optimizers(loss_fn)}.values()
+        self._found = [one for one in found if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Puts back the state that they have before the block."""
+        before = [{key: _copied(one) for key, one in each.state.items()} for each in self._found]
+        try:
+            yield
+        finally:
+            for optimizer, state in zip(self._found, before, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+
+
+def _copied(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {name: one.detach().clone() if isinstance(one, torch.Tensor) else one for name, one in state.items()}
 
 
 def tensors_of(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:

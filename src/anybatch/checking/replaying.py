@@ -20,8 +20,9 @@ from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
+from anybatch.checking.causes import unexplained
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import Unseen, even, moved, thinned, uncounted, unseen
+from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
 from anybatch.checking.proof import Found, Seen, prove_among_many
 from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -193,7 +194,10 @@ class Replay:
         difference = self._difference(calls, sizes)
         if difference is None:
             return None
-        told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
+        try:
+            told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
+        except Exception as error:  # noqa: BLE001 - what was seen is not lost where it can't be worded
+            told = unexplained(difference.error, error)
         dtype = str(difference.dtype).removeprefix("torch.")
         found = Proof("not exact", "losses", rows, sizes, difference.error, difference.tolerance, dtype)
         return replace(found, update=self._proof.update), told
@@ -213,7 +217,7 @@ class Replay:
             masks = [*alone] or labels
             (batch,) = splittable.batches
             found = (tuple(keys) for label, keys, _ in leaves(batch, "batch") if label in masks)
-            self.unseen += [Unseen(keys, lambda one: one != 1, "not full") for keys in found]
+            self.unseen += [Unseen(keys, is_not_full, "not full") for keys in found]
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
             self.unseen += [
                 one for one, other in unseen(splittable, sizes) if other is None or self._differs(calls, sizes, other)

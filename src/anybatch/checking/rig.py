@@ -22,7 +22,7 @@ from anybatch.batch.writes import own_array
 from anybatch.checking.beginnings import announced, in_place_of
 from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
-from anybatch.checking.reach import modules_of
+from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by
 from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
 from anybatch.checking.visits import Visits
 from anybatch.errors import BatchError, CountError, LossError
@@ -104,6 +104,7 @@ class Rig:
         self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
+        self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
 
     @property
@@ -116,6 +117,7 @@ class Rig:
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(OwnOptimizers(self.task.model, self.task.loss_fn).put_back())
         stack.enter_context(self.isolation)
         stack.enter_context(self.visits.attached())
         self._random = RandomState([self.device])
@@ -131,6 +133,24 @@ class Rig:
         self._prepare_for_cudnn()
         if only is not None:
             return self.run()
+        try:
+            return self._whole()
+        except LossError:  # it called backward() for a net that it trains itself, of which a search tells
+            own = {id(one) for model in modules_behind(self.task.model, None) for one in model.parameters()}
+            trained = optimized_by(self.task.loss_fn) - own
+            if not any(id(one) in trained for one in self.parameters):
+                raise
+        return self._whole(trained)
+
+    def _whole(self, trained: Collection[int] = ()) -> Outcome:
+        """What the whole batch gives, once all leaves are known.
+
+        Args:
+            trained: the ``id`` s of parameters that the loss trains itself, whose gradients are its own.
+        """
+        self._trained = trained
+        named = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) not in trained]
+        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         inside = len(self.parameters)
         loss_fn, is_found = self._looking_for_leaves(), False
         while not is_found:
@@ -155,7 +175,7 @@ class Rig:
         stopped: set[str] = set()
 
         def look(name: str, loss: Any) -> Any:
-            known = {id(parameter) for parameter in self.parameters}
+            known = {id(parameter) for parameter in self.parameters} | {*self._trained}
             behind = leaves_of(loss.total if isinstance(loss, Mean) else loss)
             if (found := [leaf for leaf in behind if id(leaf) not in known]) and name not in stopped:
                 stopped.add(name)

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -214,16 +214,22 @@ _SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
 
 def _not_per_sample(case: Case) -> Reason | None:
     """Whether a split works once one of the leaves is not cut, or along another dimension."""
-    for label, path, dim, other in placed_one_by_one(case.rig.splittable):
+    for label, placed, other in placed_one_by_one(case.rig.splittable):
         try:
             error = case.compared(splittable=other).error
         except AnyBatchError:
             continue
         if error <= case.tolerance and not _is_whole(case, other):
-            evidence = {"path": path, "error_with_remedy": error, "dim": dim}
-            code = "not per sample" if dim is None else "other dimension"
-            return reason(code, label, evidence, label=label, rows=other.rows)
+            return misplaced(label, placed, error, other.rows)
     return None
+
+
+def misplaced(label: str, placed: Mapping[str, int | None], error: float, rows: int) -> Reason:
+    """Says that leaves are not per sample, or are along another dimension."""
+    path, dim = next(iter(placed.items()))
+    evidence = {"path": path, "error_with_remedy": error, "dim": dim}
+    code = "not per sample" if dim is None else "other dimension"
+    return reason(code, label, evidence, label=label, rows=rows, layout=dict(placed))
 
 
 def _is_whole(case: Case, splittable: Splittable) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL, until_crossed
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -89,7 +89,11 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     if error <= CERTAIN * tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
+    try:
+        told = reason("in parts", "loss", {"error": error})
+    except Exception as failure:  # noqa: BLE001 - what was seen is not lost where it can't be worded
+        told = unexplained(error, failure)
+    return replace(proof, outcome="not exact"), told
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:

@@ -17,6 +17,7 @@ from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.isolation import is_flag
+from anybatch.checking.reach import OwnOptimizers
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -155,6 +156,7 @@ class Trial:
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self._effects = SideEffects([*self._modules, *functions], tensors=False)
+        self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
@@ -179,9 +181,12 @@ class Trial:
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
         counted, error = self._gradient_error(whole, split)
         found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
-        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
+        if not found.is_none:
+            return found
         seeded = None if in_pieces or not (draws or whole.drew_torch) else self._seeded(cut, numbers)
-        return replace(found, bound=bound, seeded=seeded)
+        if seeded is not None or whole.drew_others:
+            return replace(found, seeded=seeded)
+        return replace(found, bound=bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)))
 
     def _seeded(self, cut: Cut, numbers: StandIns | None) -> tuple[float, Sequence[str]] | None:
         """How far off a gradient is whose parts draw the same numbers, and the operations; ``None`` if none do."""
@@ -413,7 +418,7 @@ class Trial:
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
-            with seen, written or bounds or numbers or contextlib.nullcontext():
+            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers.put_back():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:

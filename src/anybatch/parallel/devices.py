@@ -3,8 +3,9 @@
 import functools
 import math
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -137,7 +138,26 @@ class ModelCopy:
             return type(value)(self.translated(one) for one in value)
         if type(value) in _DICTIONARIES:
             return type(value)((key, self.translated(one)) for key, one in value.items() if not _is_observer(one))
-        return value
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(map(self.translated, value))
+        return self._translated_in(value) if isinstance(value, (dict, list, set, deque)) else value
+
+    def _translated_in(self, value: Any) -> Any:
+        """A copy of a container of a class of its own, with what that keeps beside its items."""
+        try:
+            made = shallow(value)
+        except Exception:  # noqa: BLE001 - it may not take its items one by one
+            kind: Any = type(value)
+            made = kind.__new__(kind)
+            vars(made).update(vars(value))
+        if isinstance(made, dict):
+            dict.update(made, {key: self.translated(one) for key, one in value.items()})
+        elif isinstance(made, list):
+            list.__setitem__(made, slice(None), [self.translated(one) for one in value])
+        else:
+            made.clear()
+            (made.update if isinstance(made, set) else made.extend)(map(self.translated, value))
+        return made
 
     def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The copy of a parameter, ``None`` if the modules do not have it."""

@@ -204,6 +204,10 @@ class OwnSizeLimit(SizeLimit):
             self.shrink(own)
 
 
+class Unproved(Exception):  # no error of the user's: the attempt begins again, with a proof
+    """A micro-batch has what none had when the split was proved."""
+
+
 class Retries:
     """The attempts at a logical batch: another one, in smaller micro-batches, for as long as memory runs out.
 
@@ -267,6 +271,11 @@ class Retries:
         if self._once is not None and isinstance(error, NotSplittable):
             self._roll_back()
             self._once, self._parts = None, self._splittable.plan(self._limit.value)
+            return True
+        if isinstance(error, Unproved):
+            self._roll_back()
+            if self._writes.were_made:
+                self._writes.refuse(self._splittable.batches, "since its split is to be proved first")
             return True
         shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
         if shortage is None and not (is_out_of_memory(error) and self._reducer.can_start_again):

@@ -16,6 +16,8 @@ from torch import nn
 import anybatch
 import reference
 from anybatch import BatchError, NotSplittable
+from anybatch.batch.batches import Splittable
+from anybatch.batch.layout import placement
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
@@ -130,3 +132,14 @@ def test_labels_that_say_where_the_samples_lie() -> None:
     reference.clear(model)
     assert anybatch.backward(model, last, batch, micro_batch_size=2, layout={"x": 1}).micro_batches == 3
     reference.assert_float64(reference.gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("names", [("x", "y", "h", "c"), ("x", "h", "c")])
+def test_hidden_states_of_several_layers_are_told_together_with_a_line_that_helps(names: tuple[str, ...]) -> None:
+    """Whichever are in the majority, and whether they come as a pair or one by one."""
+    shapes = {"x": (8, 4, 3), "y": (8, 4, 1), "h": (2, 8, 5), "c": (2, 8, 5)}
+    batch = {name: torch.randn(shapes[name]) for name in names}
+    with pytest.raises(BatchError, match=r"dimension 1, pass layout=\{'h': 1, 'c': 1\}") as found:
+        anybatch.backward(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).mean(), batch, micro_batch_size=2)
+    assert str(found.value).index("layout=") < str(found.value).index("broadcast=")
+    assert Splittable([batch], broadcast=placement((), {"h": 1, "c": 1})).rows == 8

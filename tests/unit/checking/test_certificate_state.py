@@ -348,3 +348,33 @@ def test_side_effects_of_a_run_that_nothing_else_follows_are_found_and_undone() 
     assert (model.calls, list(deque), seen, hasattr(model, "late")) == (0, [1.0], {1, 2}, False)
     assert list(mapping) == ["loss"]
     assert kept.history is deque
+
+
+class Adversarial:
+    """A loss that trains a critic of its own."""
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = kind(self.critic.parameters(), lr=0.05)
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        made = model(batch["x"])
+        self.optimizer.zero_grad()
+        (self.critic(made.detach()).mean() - self.critic(batch["x"]).mean()).backward()
+        self.optimizer.step()
+        return -self.critic(made).mean()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_loss_that_trains_a_net_itself_gets_a_certificate_with_the_cause(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = nn.Linear(4, 4), Adversarial(kind), {"x": torch.randn(12, 4)}
+    nets = [*model.parameters(), *loss_fn.critic.parameters()]
+    before = [one.detach().clone() for one in nets]
+    certificate = anybatch.check(model, loss_fn, batch, micro_batch_size=4)
+    assert not certificate.exact
+    assert certificate.reasons[0].code == "weight"
+    assert "trains another net itself" in certificate.reasons[0].message
+    assert all(map(torch.equal, before, nets))
+    assert all(one.grad is None for one in nets)
+    assert not loss_fn.optimizer.state

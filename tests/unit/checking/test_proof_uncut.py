@@ -124,3 +124,30 @@ def test_as_many_steps_as_samples_are_cut_where_the_samples_are() -> None:
     result = anybatch.backward(model, loss_fn, batch, micro_batch_size=4, layout={"x": 1})
     assert result.proof is not None
     assert result.proof.exact
+
+
+class Tagger(nn.Module):
+    """Goes on with hidden states that are given, of as many layers as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 5, 4, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Any:
+        return self.out(self.lstm(x, (h, c))[0])
+
+
+def test_two_hidden_states_of_as_many_layers_as_samples_are_turned_together() -> None:
+    torch.manual_seed(0)
+    model, sizes = Tagger().double(), {"x": (4, 4, 3), "y": (4, 4, 1), "h": (4, 4, 5), "c": (4, 4, 5)}
+    batch = {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+    loss_fn = lambda model, b: F.mse_loss(model(b["x"], b["h"], b["c"]), b["y"])  # noqa: E731
+    for size in (2, 3):
+        with pytest.raises(anybatch.NotSplittable) as caught:
+            anybatch.backward(model, loss_fn, batch, micro_batch_size=size)
+        assert "layout={'h': 1, 'c': 1}" in str(caught.value)
+    certificate = anybatch.check(model, loss_fn, batch)
+    assert [one.remedy for one in certificate.reasons] == ["layout={'h': 1, 'c': 1}"]
+    result = anybatch.backward(model, loss_fn, batch, micro_batch_size=2, layout={"h": 1, "c": 1})
+    assert result.proof is not None
+    assert result.proof.exact

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch
-from anybatch.batch.batches import Splittable
+from anybatch.batch.trees import flat
+from anybatch.checking import elsewhere, replaying
 from anybatch.checking import proof as proving
-from anybatch.checking import replaying
 from anybatch.checking.elsewhere import Unseen
 
 Batch = dict[str, torch.Tensor]
@@ -159,8 +160,8 @@ def test_keys_with_dots() -> None:
 
 
 def test_a_batch_without_the_leaf_does_not_have_it() -> None:
-    asked = Unseen(("y",), lambda one: one < 0)
-    found = [asked.is_in(Splittable([{name: torch.tensor([1, -100])}])) for name in ("x", "y")]
+    asked = Unseen(("y",), lambda one: bool((one < 0).any()))
+    found = [asked.is_in([{name: torch.tensor([1, -100])}]) for name in ("x", "y")]
     assert found == [False, True]
 
 
@@ -179,3 +180,34 @@ def test_what_is_refused_is_refused_again() -> None:
         with pytest.raises(anybatch.NotSplittable):
             step(later)
     assert step(batch_of()).proof
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage()._cdata for one in flat(list(args)) if isinstance(one, torch.Tensor)}
+        made = [one for one in flat(result) if isinstance(one, torch.Tensor)]
+        self.bytes = max([self.bytes, *(one.nbytes for one in made if one.untyped_storage()._cdata not in given)])
+        return result
+
+
+@pytest.mark.parametrize("later", [-1, 0, 9, None])
+def test_a_look_at_a_large_leaf_makes_no_mask_of_its_size(later: int | None) -> None:
+    leaf = torch.full((6000, 1000), 7)
+    leaf[:, 1] = 5
+    weight = torch.ones(6000, 1000)
+    with Largest() as largest:
+        found = elsewhere.even_in.__wrapped__([{"ids": leaf, "weight": weight}])  # type: ignore[attr-defined]
+        assert {str(one.what) for one in found} == {"-1", "0", "1", "2", "3", "uneven"}
+        if later is not None:
+            leaf[-1, -1] = later
+        met = [one.what for one in found if one.is_in([{"ids": leaf, "weight": weight}])]
+        elsewhere.is_not_full(weight)
+    assert met == ([later] if later in (-1, 0) else [])
+    assert 0 < largest.bytes <= 1 << 20

@@ -2,11 +2,12 @@
 
 import copy
 import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -395,3 +396,56 @@ def test_a_doctor_looks_at_the_first_device_only() -> None:
         for i in range(4):
             step(batch_of(9, seed=i))
     assert step.updates == 4
+
+
+class Named(dict[str, Any]):
+    """A dictionary of a class of its own, with something beside its items."""
+
+    def __init__(self, *items: Any, title: str) -> None:
+        super().__init__(*items)
+        self.title = title
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("its items are given at once")
+
+
+class Several(list[Any]):
+    """A list of a class of its own."""
+
+
+class Layers(NamedTuple):
+    """Layers by name."""
+
+    first: torch.nn.Module
+    scale: torch.nn.Parameter
+
+
+class Kept(torch.nn.Module):
+    """Uses parts of itself by containers of many classes, and writes to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(5))
+        self.scale = torch.nn.Parameter(torch.ones(4).double())
+        self.named = Named({"a": self.layers[0]}, title="layers")
+        self.made = defaultdict(list, {"b": [self.layers[1]]})
+        self.several = Several([self.layers[2]])
+        self.queue = deque([self.layers[3]], maxlen=3)
+        self.tuple = Layers(self.layers[4], self.scale)
+        self.seen: dict[str, int] = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["rows"] += len(x)
+        assert self.named.title == "layers"
+        assert self.queue.maxlen == 3
+        for layer in (self.named["a"], *self.made["b"], *self.several, *self.queue, self.tuple.first):
+            x = layer(x).tanh() * self.tuple.scale
+        return x
+
+
+def test_containers_of_classes_of_their_own_have_what_is_of_the_device() -> None:
+    model = Kept()
+    assert_exact(model)
+    assert type(model.named) is Named
+    assert model.named["a"] is model.layers[0]
