@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import linecache
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -111,7 +112,9 @@ class LoopStep:
     def loss_fn(self, metrics: Mapping[str, str] | None = None) -> Callable[..., Any]:
         """The function of ``loss_text``, with the loop's variables as globals."""
         names, name = {"anybatch": types.SimpleNamespace(Mean=Mean), **self.names}, "anybatch_loss"
-        exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
+        text, file = self.loss_text(name, metrics), f"<the forward of {self.source.path}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
+        exec(compile(text, file, "exec"), names)
         found: Callable[..., Any] = names[name]
         return found
 
