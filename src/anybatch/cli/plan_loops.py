@@ -18,13 +18,14 @@ from anybatch.records.plans import Plan
 from anybatch.report.frontier import micro_batches
 from anybatch.units import format_bytes
 
+_LIGHTNING = "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks"
 _ADAPTERS = {
-    "transformers": "the Trainer of Transformers takes it; use anybatch.integrations.transformers.ExactTrainer",
-    "trl": "the trainer of TRL takes it; put anybatch.integrations.transformers.ExactTraining before it",
-    "lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
-    "pytorch_lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
-    "fabric": "Lightning Fabric takes it; give what fabric.setup returned to anybatch.TrainStep instead",
-    "accelerate": "Accelerate takes it; use anybatch.integrations.accelerate.train_step",
+    "transformers": "The Trainer of Transformers takes the steps; use anybatch.integrations.transformers.ExactTrainer",
+    "trl": "The trainer of TRL takes the steps; put anybatch.integrations.transformers.ExactTraining before it",
+    "lightning": _LIGHTNING,
+    "pytorch_lightning": _LIGHTNING,
+    "fabric": "Lightning Fabric takes the steps; give what fabric.setup returned to anybatch.TrainStep instead",
+    "accelerate": "Accelerate takes the steps; use anybatch.integrations.accelerate.train_step",
 }
 _FABRIC = ("lightning.fabric.", "lightning_fabric.")
 _COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda ).*)$", re.MULTILINE)  # a remedy of a refusal

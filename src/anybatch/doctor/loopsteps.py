@@ -163,7 +163,8 @@ def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
                 lines = ", ".join(str(one.lineno) for one in found)
                 raise UnclearEdit(
                     f"{source.path} goes back several times in one block (lines {lines}); write the losses as one "
-                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep"
+                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep; if "
+                    "each has an optimizer of its own, as in a GAN, make a TrainStep of each"
                 )
             if not isinstance(back, ast.Expr) or back.value is not found[0]:
                 raise UnclearEdit(f"{source.path}:{back.lineno} does more than call backward; expected loss.backward()")
