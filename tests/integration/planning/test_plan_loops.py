@@ -380,7 +380,7 @@ UNCLEAR = {
         "leaves the forward in its middle",
     ),
     "is no statement": ("", "nothing = (model(x) - y).mean().backward()", "does more than call backward"),
-    "goes back twice": ("model(x).mean().backward(); pass", "model(x).sum().backward()", "as in a GAN, make a TrainStep"),
+    "goes back twice": ("model(x).mean().backward(); pass", "model(x).sum().backward()", "as in a GAN, make a"),
     "has no batch": ("", "model[0].weight.sum().backward()", "no tensor with the samples of a batch"),
 }
 
