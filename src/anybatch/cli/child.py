@@ -25,6 +25,7 @@ from anybatch.cli.doctor_child import TorchFinder
 from anybatch.cli.plan_loops import FoundStep, LoopWatch, users_frame
 from anybatch.cli.script import ONLY_RANK
 
+_PACKAGE = str(Path(__file__).parents[1])
 _RATED = 8  # batches of the range test, the last that were seen
 
 
@@ -143,6 +144,7 @@ class Answer:
 
 def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import AnyBatchError
+    from anybatch.records.plans import Plan
 
     answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
@@ -150,11 +152,17 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
             return answer(call, question)
         found = call()
         facts = answer(found.call, question)
-        return facts if question["verb"] == "check" else found.with_change(facts, question)
+        if question["verb"] == "check":
+            return facts
+        if facts.get("refusal") and (counted := found.counted(facts["refusal"])) is not None:
+            still = _refusal(Plan.from_dict(facts["plan"]), counted, question)
+            facts |= {"refusal": facts["refusal"] if still else ""}
+        return found.with_change(facts, question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
-        traceback.print_exception(error)
+        trace = _without(_PACKAGE, error.__traceback__) or error.__traceback__
+        traceback.print_exception(type(error), error, trace, chain=False)
         return {"status": "broken", "error": f"{type(error).__name__}: {error}"}
 
 
@@ -185,12 +193,12 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
         "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
-        "refusal": "" if question.get("ranks") else _refusal(made, call, options),
+        "refusal": "" if question.get("ranks") else _refusal(made, call, question),
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
 
 
-def _refusal(made: Any, call: interception.Call, options: dict[str, Any]) -> str:
+def _refusal(made: Any, call: interception.Call, question: Mapping[str, Any]) -> str:
     """Why the step does not take the micro-batches of its plan; empty where it does, or that shows in the run only."""
     if call.options.get("verify") != "first" or made.chosen.micro_batches == 1:
         return ""
@@ -199,7 +207,8 @@ def _refusal(made: Any, call: interception.Call, options: dict[str, Any]) -> str
 
     if any(one.is_meta for one in call.model.parameters()):
         return ""
-    given = {**call.options, **options, "micro_batch_size": made.micro_batch_size}
+    given = {**call.options, "micro_batch_size": made.micro_batch_size}
+    given |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
     options = {name: value for name, value in given.items() if name in _CHECKED_OPTIONS}
     try:
         prove(call.model, call.loss_fn, call.batch, **options)
@@ -283,7 +292,7 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         if _expects_ranks(error):
             answer.write(status="needs-ranks", error=f"{type(error).__name__}: {error}")
             return 1
-        sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(_without(__file__, error.__traceback__)), error.__traceback__)
         answer.write(status="failed", error=f"{type(error).__name__}: {error}")
         return 1
     if tuning is not None:
@@ -301,9 +310,9 @@ def _expects_ranks(error: BaseException) -> bool:
     return isinstance(error, ValueError) and any(f"environment variable {name} expected" in text for name in names)
 
 
-def _of_script(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file."""
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
+    """The traceback without its first frames, as far as they are of a file, or of those in a folder."""
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(path):
         frames = frames.tb_next
     return frames
 

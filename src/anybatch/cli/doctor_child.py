@@ -123,7 +123,8 @@ class Attendance:
             self.note(LEFT, "")
 
     def _broken(self, error: BaseException) -> None:
-        self.note(BROKEN, "".join(traceback.format_exception(error)))
+        if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C while the doctor works is no fault of it
+            self.note(BROKEN, "".join(traceback.format_exception(error)))
 
     def attach(self) -> None:
         """Attaches the doctor; if that fails, the script runs without it."""
@@ -236,8 +237,7 @@ class Attendance:
         try:
             self._doctor.close()
         except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the questions and nothing else
-            if not isinstance(failure, KeyboardInterrupt):
-                self._broken(failure)
+            self._broken(failure)
         self._frames.take_off()
         if self._doctor.lost:
             self.note(BROKEN, self._doctor.lost)

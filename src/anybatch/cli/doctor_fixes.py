@@ -3,7 +3,7 @@
 import os
 import signal
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,10 +98,14 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     try:
         for one in found:
             fitting.try_one(one)
+        for one in fitting.worth_again(found):
+            fitting.try_one(one)
     except _Interrupted:
         notes += ("The trial of a fix was interrupted, and no more were made.",)
     findings = tuple(fitting.better.get(id(one), one) for one in diagnosis.findings)
-    return replace(diagnosis, findings=findings, notes=(*diagnosis.notes, *fitting.notes, *notes)), fitting.patch()
+    return replace(
+        diagnosis, findings=findings, notes=(*diagnosis.notes, *fitting.notes.values(), *notes)
+    ), fitting.patch()
 
 
 class _Fitting:
@@ -115,14 +119,17 @@ class _Fitting:
         self._base: Tried | None = None
         self._originals: dict[str, str] = {}
         self._reader = reader
+        self._before: dict[int, int] = {}  # how many fixes were in place when a finding was tried, by its identity
         self.better: dict[int, Finding] = {}
-        self.notes: list[str] = []
+        self.notes: dict[int, str] = {}
 
     def try_one(self, finding: Finding) -> None:
         """Tries the edits of one finding; what is good stays in place for those behind it."""
         from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.fixes.trying import tried
 
+        self._before[id(finding)] = len(self.better)
+        self.notes.pop(id(finding), None)
         now = next((one for one in self._diagnosis.findings if one.name == finding.name), None)
         if now is None:
             return  # it went with the fix of another one
@@ -130,13 +137,17 @@ class _Fitting:
         outcome = tried(now, self._run, read, lambda: self._without(now), self._trials.start, _MOST_EDITS)
         edit = outcome.edit
         if edit is None or outcome.trial is None:
-            self.notes.append(f"{finding.code} {finding.name}: {outcome.said}.")
+            self.notes[id(finding)] = f"{finding.code} {finding.name}: {outcome.said}."
             return
         patch = unified({edit.path: edit.before}, {edit.path: edit.after}, os.getcwd())  # noqa: PTH109
         self.better[id(finding)] = replace(finding, fix=edit.lines, fix_kind="tried", proof=outcome.said, patch=patch)
         self._originals.setdefault(edit.path, edit.before)
         self._trials.texts[edit.path] = edit.after
         self._base, self._diagnosis, self._run = outcome.trial, outcome.trial.diagnosis, outcome.trial.run
+
+    def worth_again(self, found: Sequence[Finding]) -> list[Finding]:
+        """Those whose edits were no good while a fault was there that is gone now."""
+        return [one for one in found if id(one) in self.notes and self._before[id(one)] < len(self.better)]
 
     def _without(self, finding: Finding) -> "Tried":
         """The run with what is in place already; a whole one, if the finding does not show in some steps."""

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from anybatch.cli.options import no_notebook
+
 
 class Target(NamedTuple):
     """The script or module to run."""
@@ -69,6 +71,7 @@ def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) 
         raise click.BadParameter(
             f"{words[0]!r} is a folder without a __main__.py; name the script in it that trains", ctx, param
         )
+    no_notebook(Path(words[0]))
     arguments = _without_dashes(words[1:])
     return Target(words[0], (words[0], *arguments), arguments)
 

@@ -49,7 +49,18 @@ class ScriptCommand(click.Command):
 def of_script(function: Function) -> Function:
     """Adds the script and its arguments to a command."""
     function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")(function)
-    return click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))(function)
+    kind = click.Path(exists=True, dir_okay=False, path_type=Path)
+    return click.argument("script", type=kind, callback=lambda ctx, param, path: no_notebook(path))(function)
+
+
+def no_notebook(path: Path) -> Path:
+    """Refuses a notebook, which Python can't run as a script."""
+    if path.suffix == ".ipynb":
+        raise click.UsageError(
+            f"{path} is a notebook; expected a script, as from: jupyter nbconvert --to script {path}. In a cell use "
+            "anybatch.plan, anybatch.check and anybatch.Doctor"
+        )
+    return path
 
 
 def json_option(what: str) -> Callable[[Function], Function]:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,15 +18,17 @@ from anybatch.records.plans import Plan
 from anybatch.report.frontier import micro_batches
 from anybatch.units import format_bytes
 
+_LIGHTNING = "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks"
 _ADAPTERS = {
-    "transformers": "the Trainer of Transformers takes it; use anybatch.integrations.transformers.ExactTrainer",
-    "trl": "the trainer of TRL takes it; put anybatch.integrations.transformers.ExactTraining before it",
-    "lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
-    "pytorch_lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
-    "fabric": "Lightning Fabric takes it; give what fabric.setup returned to anybatch.TrainStep instead",
-    "accelerate": "Accelerate takes it; use anybatch.integrations.accelerate.train_step",
+    "transformers": "The Trainer of Transformers takes the steps; use anybatch.integrations.transformers.ExactTrainer",
+    "trl": "The trainer of TRL takes the steps; put anybatch.integrations.transformers.ExactTraining before it",
+    "lightning": _LIGHTNING,
+    "pytorch_lightning": _LIGHTNING,
+    "fabric": "Lightning Fabric takes the steps; give what fabric.setup returned to anybatch.TrainStep instead",
+    "accelerate": "Accelerate takes the steps; use anybatch.integrations.accelerate.train_step",
 }
 _FABRIC = ("lightning.fabric.", "lightning_fabric.")
+_COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda ).*)$", re.MULTILINE)  # a remedy of a refusal
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
@@ -121,7 +124,7 @@ class FoundStep:
 
         self._step = step = step_at(file, line, names, [optimizer])
         self._update = update_of(step)
-        self._trouble = ""
+        self._trouble = self._count = ""
         metrics: dict[str, str] = {}
         try:
             metrics = results_of(step)
@@ -133,6 +136,18 @@ class FoundStep:
         options = {"optimizer": optimizer, "clip_norm": clip, "verify": "first"}
         # the step as the arguments of a ``TrainStep``
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
+
+    def counted(self, refusal: str) -> Call | None:
+        """The call with the ``count=`` that a refusal proposes, which the lines to change then have, too."""
+        proposed = _COUNT.search(refusal)
+        torch = self._step.names.get("torch")
+        if proposed is None or ("torch" in proposed[1] and torch is not sys.modules["torch"]):
+            return None
+        import anybatch
+
+        self._count = proposed[1]
+        options = {**self.call.options, "count": eval(self._count, {"anybatch": anybatch, "torch": torch})}
+        return self.call._replace(options=options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
         """Adds the lines to change to an answer, or why they can't be written."""
@@ -150,12 +165,14 @@ class FoundStep:
         changed = {"change": "", "after": ""}
         if not self._trouble:
             try:
-                norm = f', batch_norm="{question["batch_norm"]}"' if question.get("batch_norm") else ""
-                edit = change_of(self._step, self._update, json.dumps(wish) + norm, plan + norm)
+                more = f', batch_norm="{question["batch_norm"]}"' if question.get("batch_norm") else ""
+                more += f", count={self._count}" if self._count and not facts.get("refusal") else ""
+                edit = change_of(self._step, self._update, json.dumps(wish) + more, plan + more)
                 diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
                 changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:
                 self._trouble = str(error)
+        facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
         return facts | changed | {"trouble": self._trouble, "found": at}
 

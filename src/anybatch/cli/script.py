@@ -86,10 +86,12 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
     if ending.status == "refused":
         return f"the first step of {script} can't be {done}. {facts['error']}"
     if ending.status == "broken":
-        what = (
-            f"the loss of {script} failed in the check" if verb == "check" else f"planning the step of {script} failed"
+        if verb == "check":
+            return f"the loss of {script} failed in the check, see above: {facts['error']}"
+        return (
+            f"planning the step of {script} failed, see above: {facts['error'].rstrip('.')}. A plan runs the loss with "
+            f"fewer samples than the batch has; take sizes from it, as in len(x). anybatch check {script} says more"
         )
-        return f"{what}, see above: {facts['error']}"
     if ending.status == "failed":
         return f"{script} failed before it called {call}, see above."
     if ending.status == "timeout" and facts["reached"]:

@@ -49,10 +49,8 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
     notes.append(("time", time))
     rest = comparison.samples % size
     if rest and comparison.loop.error > comparison.bound:
-        text = (
-            f"it divides by the number of micro-batches, so the last one, of {rest}, weighs as much as one of {size}."
-        )
-        notes.append((comparison.loop.name, text))
+        text = f"divides by the number of micro-batches, so the last one, of {rest}, weighs as much as one of {size}."
+        notes.append(("loop", text))
     return tuple(notes)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import linecache
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -111,7 +112,9 @@ class LoopStep:
     def loss_fn(self, metrics: Mapping[str, str] | None = None) -> Callable[..., Any]:
         """The function of ``loss_text``, with the loop's variables as globals."""
         names, name = {"anybatch": types.SimpleNamespace(Mean=Mean), **self.names}, "anybatch_loss"
-        exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
+        text, file = self.loss_text(name, metrics), f"<the forward of {self.source.path}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
+        exec(compile(text, file, "exec"), names)
         found: Callable[..., Any] = names[name]
         return found
 
@@ -160,7 +163,8 @@ def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
                 lines = ", ".join(str(one.lineno) for one in found)
                 raise UnclearEdit(
                     f"{source.path} goes back several times in one block (lines {lines}); write the losses as one "
-                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep"
+                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep; if "
+                    "each has an optimizer of its own, as in a GAN, make a TrainStep of each"
                 )
             if not isinstance(back, ast.Expr) or back.value is not found[0]:
                 raise UnclearEdit(f"{source.path}:{back.lineno} does more than call backward; expected loss.backward()")

@@ -80,7 +80,8 @@ def check_count(count: Any) -> None:
             raise CountError(f"count has the names {list(count)}; expected the names of losses")
     elif count != FORWARD and not callable(count):
         raise CountError(
-            f"count={count!r}; expected a function of a batch, a mapping of loss names to them, or 'forward'"
+            f"count={count!r}; expected a function of a batch such as anybatch.count_tokens('labels'), a mapping of "
+            "loss names to them, or 'forward'"
         )
 
 

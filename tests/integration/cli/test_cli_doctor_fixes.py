@@ -13,6 +13,7 @@ import pytest
 from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
 from anybatch.cli.doctor_launch import Target
 from anybatch.cli.doctor_trial import Shadow, refusal
+from anybatch.doctor.fixes import trying
 from anybatch.doctor.fixes.source import Edit
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding
@@ -259,6 +260,36 @@ def test_what_is_not_tried_is_said(tmp_path: Path) -> None:
     assert diagnosis.findings == found
     assert diagnosis.notes == ("No fix was tried for AB609 NOT_LEARNING, AB656 LABELS_UNRELATED.",)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_edit_that_another_fault_made_look_bad_is_tried_again_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (
+        Finding("It is.", severity="error", code=code, name=name)
+        for code, name in (("AB102", "ONE"), ("AB301", "TWO"), ("AB601", "THREE"))
+    )
+    here = tmp_path / "train.py"
+    diagnosis = Diagnosis((first, second, third), verdict="faults")
+    asked: list[str] = []
+    texts = ["1\n2\n"]
+
+    def outcome(finding: Finding, *others: object) -> trying.Outcome:
+        asked.append(finding.name)
+        if finding is third or (finding is first and "TWO" not in asked):
+            return trying.Outcome(None, "an edit was tried and is no good")
+        texts.append(texts[-1].replace(*(("1", "one") if finding is first else ("2", "two"))))
+        edit = Edit(str(here), texts[-2], texts[-1], "it")
+        return trying.Outcome(edit, "tried", trying.Tried(diagnosis, Run([])))
+
+    monkeypatch.setattr(trying, "with_edits", lambda _: [first, second, third])
+    monkeypatch.setattr(trying, "tried", outcome)
+    monkeypatch.chdir(tmp_path)
+    made, patch = with_fixes(diagnosis, Run([]), Target("train.py", ("train.py",), ()), tmp_path, 1.0)
+    assert asked == ["ONE", "TWO", "THREE", "ONE"]  # nothing was mended after the third was tried
+    assert [line for line in patch.splitlines() if line[:1] in "+-"][2:] == ["-1", "-2", "+one", "+two"]
+    assert [one.fix_kind for one in made.findings] == ["tried", "tried", "suggestion"]
+    assert made.notes == ("AB601 THREE: an edit was tried and is no good.",)
 
 
 def test_files_of_python_and_of_packages_are_not_the_users(tmp_path: Path) -> None:

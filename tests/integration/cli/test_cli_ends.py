@@ -150,6 +150,15 @@ def test_repetitions_are_read_as_carefully_as_facts() -> None:
     assert read_run([*lines, '{"kind": "repeats", "at": 99, "rows": [[7, 30, 3, 3, [0.5]]]}\n']).damaged == ()
 
 
+@pytest.mark.parametrize("verb", ["check", "doctor", "plan", "tune"])
+def test_a_notebook_is_no_script(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "train.ipynb").write_text("{}", encoding="utf-8")
+    done = CliRunner().invoke(main, [verb, str(tmp_path / "train.ipynb")])
+    assert done.exit_code == 2
+    assert "train.ipynb is a notebook" in done.output
+    assert "jupyter nbconvert --to script" in done.output
+
+
 @pytest.mark.parametrize(("origin", "command"), [
     (None, "pip install 'anybatch[report]'"),
     ("not json", "pip install 'anybatch[report]'"),

@@ -96,11 +96,14 @@ STARTED = {"steps"}  # in processes that are really started
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
     command = [sys.executable, "-c", code, "plan", *arguments]
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", "PYTHONUTF8": "1"}
     if STARTED.isdisjoint(arguments):
-        return forked_python.run(command, Path.cwd(), values)
-    return subprocess.run(command, env=values, capture_output=True, text=True, timeout=120, check=False)
+        return forked_python.run(command, Path.cwd(), environment())
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", "PYTHONUTF8": "1"}
 
 
 def planned(mode: str, *options: str, call: Any = None) -> subprocess.CompletedProcess[str]:
@@ -400,6 +403,70 @@ def test_a_plan_that_its_step_would_refuse_ends_with_1_and_says_why(folder: Path
     done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "import anybatch" in Path("change.diff").read_text(encoding="utf-8")
+
+
+TOKENS = """
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def epoch(batches):
+    for tokens in batches:
+        labels = tokens.masked_fill(torch.arange(20) > torch.arange(32)[:, None], -100)
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+        optimizer.step()
+
+
+epoch(torch.randint(50, (2, 32, 20)))
+print(float(sum(one.double().sum() for one in model.parameters())))
+"""
+
+
+def test_a_loss_over_tokens_gets_the_count_that_its_step_needs(folder: Path) -> None:
+    (folder / "loop.py").write_text(TOKENS, encoding="utf-8")
+    done = run("loop.py", "--memory", "200KiB", "--patch", "change.diff")
+    assert done.returncode == 0, done.stdout + done.stderr
+    change = Path("change.diff").read_text(encoding="utf-8")
+    assert 'TrainStep(model, loss_fn, optimizer, memory="200KiB", count=anybatch.count_tokens("' in change
+    assert changed_prints(folder, "change.diff") == pytest.approx(prints(folder), rel=1e-5)
+
+
+def test_the_changed_loop_takes_the_plan_that_was_saved_for_it(folder: Path) -> None:
+    text = TOKENS.replace(
+        "        optimizer.step()\n", "        model[0].weight.grad.clamp_(-1, 1)\n        optimizer.step()\n"
+    )
+    (folder / "loop.py").write_text(text, encoding="utf-8")
+    done = run("loop.py", "--memory", "200KiB", "--patch", "change.diff", "-o", "made.plan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    change, size = Path("change.diff").read_text(encoding="utf-8"), Plan.load("made.plan").micro_batch_size
+    assert f"micro_batch_size={size:g}" in change
+    Path("plan.diff").write_text(
+        change.replace(f"micro_batch_size={size:g}", 'plan=anybatch.Plan.load("made.plan")'), encoding="utf-8"
+    )
+    assert changed_prints(folder, "plan.diff") == pytest.approx(prints(folder), rel=1e-5)
+
+
+def prints(folder: Path) -> float:
+    """The number that the script prints."""
+    done = forked_python.run([sys.executable, "loop.py"], folder, environment())
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def changed_prints(folder: Path, patch: str) -> float:
+    """The number that it prints with a patch; the file is then as it was."""
+    original = (folder / "loop.py").read_bytes()
+    with Path(patch).open(encoding="utf-8") as change:
+        subprocess.run(["patch", "-p1"], stdin=change, check=True, capture_output=True)
+    try:
+        return prints(folder)
+    finally:
+        (folder / "loop.py").write_bytes(original)
 
 
 # What is shown.

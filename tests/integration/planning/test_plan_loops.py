@@ -380,6 +380,7 @@ UNCLEAR = {
         "leaves the forward in its middle",
     ),
     "is no statement": ("", "nothing = (model(x) - y).mean().backward()", "does more than call backward"),
+    "goes back twice": ("model(x).mean().backward(); pass", "model(x).sum().backward()", "as in a GAN, make a"),
     "has no batch": ("", "model[0].weight.sum().backward()", "no tensor with the samples of a batch"),
 }
 
@@ -387,9 +388,8 @@ UNCLEAR = {
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_what_is_unclear_is_refused_with_the_line_and_what_to_do(name: str) -> None:
     before, back, said = UNCLEAR[name]
-    text = (
-        f"\nfor x, y in loader:\n    optimizer.zero_grad()\n    {before or 'pass'}\n    {back}\n    optimizer.step()\n"
-    )
+    lines = ("optimizer.zero_grad()", before or "pass", back, "optimizer.step()")
+    text = "\n    ".join(("\nfor x, y in loader:", *lines)) + "\n"
     with pytest.raises(StepUnclear, match=said.replace("(", r"\(").replace(")", r"\)")) as raised:
         found(text)
     assert "train.py" in str(raised.value)
