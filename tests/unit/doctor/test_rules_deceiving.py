@@ -457,6 +457,37 @@ def test_a_direction_of_a_recurrent_layer_that_nothing_reads_is_told(read: str, 
         silent(run, "GRAPH_CUT")
 
 
+class Wasted(nn.Module):
+    """A layer is called in each step, and what it gives is left."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.hidden, self.out = of, nn.Linear(8, 8), nn.Linear(8, 5)
+        self.spare = nn.TransformerEncoderLayer(8, 2, 8) if of == "a library" else nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x
+        if self.of == "a class of the user's":
+            made = self.spare(x)
+        made = self.hidden(x)
+        result: torch.Tensor = self.out(made + self.spare.linear1(made).detach() if self.of == "a library" else made)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("of", "steps", "severity"),
+    [("a class of the user's", 110, "warning"), ("a class of the user's", 30, "info"), ("none", 110, "info"),
+     ("a library", 110, "info")],
+)  # fmt: skip
+def test_param_unused_fires_louder_where_a_layer_is_called_for_nothing(of: str, steps: int, severity: str) -> None:
+    run = of_wasted(of, steps)
+    assert ("is called all the same" in fires(run, "PARAM_UNUSED", severity).message) == (severity == "warning")
+
+
+def of_wasted(kind: str, steps: int) -> Run:
+    return of(lambda: train(Wasted(kind), lambda step: (X[:64], Y[:64]), steps))
+
+
 def left_out() -> None:
     net = small()
     optimizer = torch.optim.Adam(net.parameters())
