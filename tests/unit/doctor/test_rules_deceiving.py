@@ -335,6 +335,24 @@ def when_printed(run: Run, text: str, *, step: int = 60) -> Outcome:
     return outcome(Run([*others, *said]))
 
 
+@pytest.mark.parametrize(
+    ("label", "values", "word"),
+    [
+        ("val loss", (1.7, 8.2), "undecided"),
+        ("val loss", (1.7, 1.2), "learning"),  # better than a guess
+        ("val loss", (170.0, 820.0), "learning"),  # no mean over samples
+        ("step", (1.7, 8.2), "learning"),
+        ("train loss", (1.7, 8.2), "learning"),
+    ],
+)
+def test_a_loss_of_what_is_held_out_that_rises_above_a_guess_is_weighed(
+    fitted: dict[str, Run], label: str, values: tuple[float, float], word: str
+) -> None:
+    others = [one for one in fitted["classes"].facts if not isinstance(one, Printed)]
+    found = outcome(Run([*others, Printed(label=label, steps=(0, 60), values=values, line=9)]))
+    assert (found.word, "a constant guess has" in found.said) == (word, word == "undecided"), found.said
+
+
 def test_what_it_prints_at_its_start_says_nothing_of_its_end(fitted: dict[str, Run]) -> None:
     assert when_printed(fitted["classes"], "test accuracy: 0.31", step=1).word == "learning"
 
