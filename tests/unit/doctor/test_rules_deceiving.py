@@ -481,7 +481,7 @@ class Wasted(nn.Module):
     def __init__(self, of: str) -> None:
         super().__init__()
         self.of, self.hidden, self.out = of, nn.Linear(8, 8), nn.Linear(8, 5)
-        self.spare = nn.TransformerEncoderLayer(8, 2, 8) if of == "a library" else nn.Linear(8, 8)
+        self.spare: Any = nn.TransformerEncoderLayer(8, 2, 8) if of == "a library" else nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = x
