@@ -266,6 +266,28 @@ def test_a_term_is_not_outweighed_by_one_that_trains_another_net(monkeypatch: py
         return torch.randn(32, 24), torch.randn(32, 3)
 
     def loss(made: Any, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(made[0], y) + 1000.0 * (made[1] - y[:, :1]).square().mean()
+        far: torch.Tensor = (made[1] - y[:, :1]).square().mean()
+        return F.mse_loss(made[0], y) + 1000.0 * far
 
     assert answer(lambda: trained(Apart(), batch, loss), "outweighed") == "no"
+
+
+@pytest.mark.parametrize(("is_reward", "expected"), [(False, "yes"), (True, "unknown")])
+def test_a_term_beside_one_that_is_weighed_with_rewards_is_not_said_to_be_outweighed(
+    is_reward: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outweighing, "_is_nothing", lambda *_: True)
+    monkeypatch.setattr(outweighing, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
+
+    def of_rewards(made: Any, x: torch.Tensor) -> torch.Tensor:
+        advantage = -x[:, 0]
+        weighed: torch.Tensor = made[1].log_softmax(1)[:, 0] * advantage
+        return F.mse_loss(made[0], x) + weighed.mean()
+
+    def of_others(made: Any, x: torch.Tensor) -> torch.Tensor:
+        other = -x[:, 0]
+        weighed: torch.Tensor = made[1].log_softmax(1)[:, 0] * other
+        return F.mse_loss(made[0], x) + weighed.mean()
+
+    loss = of_rewards if is_reward else of_others
+    assert answer(lambda: trained(Latent(), of_images, loss), "outweighed") == expected

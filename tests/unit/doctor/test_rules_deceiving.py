@@ -335,6 +335,24 @@ def when_printed(run: Run, text: str, *, step: int = 60) -> Outcome:
     return outcome(Run([*others, *said]))
 
 
+@pytest.mark.parametrize(
+    ("label", "values", "word"),
+    [
+        ("val loss", (1.7, 8.2), "undecided"),
+        ("val loss", (1.7, 1.2), "learning"),  # better than a guess
+        ("val loss", (170.0, 820.0), "learning"),  # no mean over samples
+        ("step", (1.7, 8.2), "learning"),
+        ("train loss", (1.7, 8.2), "learning"),
+    ],
+)
+def test_a_loss_of_what_is_held_out_that_rises_above_a_guess_is_weighed(
+    fitted: dict[str, Run], label: str, values: tuple[float, float], word: str
+) -> None:
+    others = [one for one in fitted["classes"].facts if not isinstance(one, Printed)]
+    found = outcome(Run([*others, Printed(label=label, steps=(0, 60), values=values, line=9)]))
+    assert (found.word, "a constant guess has" in found.said) == (word, word == "undecided"), found.said
+
+
 def test_what_it_prints_at_its_start_says_nothing_of_its_end(fitted: dict[str, Run]) -> None:
     assert when_printed(fitted["classes"], "test accuracy: 0.31", step=1).word == "learning"
 
@@ -457,6 +475,37 @@ def test_a_direction_of_a_recurrent_layer_that_nothing_reads_is_told(read: str, 
         silent(run, "GRAPH_CUT")
 
 
+class Wasted(nn.Module):
+    """A layer is called in each step, and what it gives is left."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.hidden, self.out = of, nn.Linear(8, 8), nn.Linear(8, 5)
+        self.spare: Any = nn.TransformerEncoderLayer(8, 2, 8) if of == "a library" else nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x
+        if self.of == "a class of the user's":
+            made = self.spare(x)
+        made = self.hidden(x)
+        result: torch.Tensor = self.out(made + self.spare.linear1(made).detach() if self.of == "a library" else made)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("of", "steps", "severity"),
+    [("a class of the user's", 110, "warning"), ("a class of the user's", 30, "info"), ("none", 110, "info"),
+     ("a library", 110, "info")],
+)  # fmt: skip
+def test_param_unused_fires_louder_where_a_layer_is_called_for_nothing(of: str, steps: int, severity: str) -> None:
+    run = of_wasted(of, steps)
+    assert ("is called all the same" in fires(run, "PARAM_UNUSED", severity).message) == (severity == "warning")
+
+
+def of_wasted(kind: str, steps: int) -> Run:
+    return of(lambda: train(Wasted(kind), lambda step: (X[:64], Y[:64]), steps))
+
+
 def left_out() -> None:
     net = small()
     optimizer = torch.optim.Adam(net.parameters())
@@ -489,12 +538,14 @@ def measured_elsewhere() -> None:
     optimizer = torch.optim.Adam(net.parameters())
 
     def measure() -> None:
-        size = net(X[64:128]).pow(2).mean()  # noqa: F841
+        made = net(X[64:128])
+        torch.autograd.grad(F.cross_entropy(made, Y[64:128]), list(net.parameters()), retain_graph=True)
+        size = made.pow(2).mean()  # noqa: F841
 
     for _ in range(30):
         optimizer.zero_grad()
-        F.cross_entropy(net(X[:64]), Y[:64]).backward()
         measure()
+        F.cross_entropy(net(X[:64]), Y[:64]).backward()
         optimizer.step()
 
 

@@ -17,6 +17,7 @@ from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, risen
 from anybatch.doctor.ask.steps import Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Loss, Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.weighing import names_rewards
 from anybatch.records.lossfacts import Probed
 
 _SECONDS, _MORE = 5.0, 1.0
@@ -34,6 +35,8 @@ def outweighed(step: Step) -> Iterator[Probed]:
     end, values = min(step.until, time.perf_counter() + _SECONDS), step.values
     if own_draw(step) is not None:
         raise Unknown("the loss is of what the model itself draws")
+    if names_rewards(step):
+        raise Unknown("a term is weighed with rewards, so that its size says nothing")
     parts = [(one, at) for one, at in _summands(step) if values[one].requires_grad][:_MOST_SUMMANDS]
     parts = [one for one in parts if _shares(step, one[0], parts)]
     meetings = meetings_of(step)

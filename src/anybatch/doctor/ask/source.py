@@ -124,7 +124,8 @@ def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     for tape in kept.tapes.values():
         needed = set[Slot]().union(*(slots_of(tape, one) for one in tape.losses))
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
-        used = {(one.file, one.line) for one in tape.operations if needed & set(one.outs)}
+        last = slots_of(tape, tape.losses[-1]) if tape.losses else set()  # others may be of weights that are tried out
+        used = {(one.file, one.line) for one in tape.operations if last & set(one.outs)}
         for file, line in dict.fromkeys((one.file, one.line) for one in idle):
             tree = tree_of(file)
             scope = None if tree is None else _scope_at(tree, line)  # a part of a loss is made beside the others

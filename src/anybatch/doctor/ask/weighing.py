@@ -330,6 +330,11 @@ def _product(step: Step, slot: Slot) -> Operation | None:
     return None
 
 
+def names_rewards(step: Step) -> bool:
+    """Whether a line that makes something with a graph names a reward, an advantage or a return."""
+    return any(_REWARD.search(_right(one)) for one in step.tape.operations if one.grad)
+
+
 def _are_weights(step: Step, product: Operation) -> bool:
     """Whether what weighs log-probabilities was given for each of them, and is never negative, as returns may be."""
     fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
@@ -403,7 +408,7 @@ def punished(step: Step) -> Iterator[Probed]:
         one for one in step.used()
         if one.grad and (_is_likeness(one, step) or _is_of_target(one, step) or _is_masked(one, step))
     ]  # fmt: skip
-    if not found or any(_REWARD.search(_right(one)) for one in step.tape.operations if one.grad):
+    if not found or names_rewards(step):
         raise Unknown("nothing that is made is compared with a target by its probability or direction")
     masks = [{slot for slot in one.given if not step.values[slot].requires_grad} for one in found]
     others = [one for one in step.used() if one.name.endswith(("_loss", "cross_entropy", "cross_entropy_with_logits"))]

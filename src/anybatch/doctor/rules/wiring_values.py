@@ -296,23 +296,19 @@ def param_unused(
 ) -> Iterator[Found]:  # fmt: skip
     """Parameters of optimizers that nothing in the loss uses."""
     step = next((one for one in run.of(Stepped) if one.number + 1 >= steps), None)
-    uncalled, unused = {one.root: set(one.uncalled) for one in run.of(Activations)}, unused_names(run)
-    idle = [
-        number
-        for number in sorted(optimized(run) - with_gradient(run) - written(run))
-        if (one := run.parameters.get(number)) is not None
-        and one.requires_grad
-        and (one.module in uncalled.get(one.root, ()) or one.name in unused)
-    ]
+    uncalled = {one.root: set(one.uncalled) for one in run.of(Activations)}
+    idle = _idle(run, uncalled)
     if idle and step is not None:
         names, first = Names(names_of(run, idle)), run.parameters[idle[0]]
         shapes = [list(run.parameters[one].shape) for one in idle]
         again = next((one for one in answers(run, "twice") if one.evidence["shape"] in shapes), None)
         lost = next((one for one in answers(run, "dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
         after = _taken_instead(run, idle, uncalled)
+        for_nothing = run.steps >= late and all(_is_computed(run, run.parameters[one]) for one in idle)
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
         also = also or (f"; it is called, and what {after} gives takes its place" if after else "")
         also = also or (f"; a number is made of {names:it|them}{near(lost)} and left" if lost is not None else "")
+        also = also or (f"; {first.module} is called all the same, and what it gives is left" if for_nothing else "")
         fix = f"call {module_code(run, first.root, first.module)} in the forward, or take it out"
         cause = "The module was never called, or its output is in no loss."
         overwritten = lost is not None and bool(lost.evidence["again"])
@@ -323,17 +319,44 @@ def param_unused(
         elif after:
             fix = "x = layer(x)  # in the loop over the layers: each takes what the one before it gave"
             cause = "Layers that are all given the same input leave only what the last one gives."
+        elif for_nothing:
+            fix = f"use what {module_code(run, first.root, first.module)} gives, or take it out"
+            cause = (
+                "The name that it is given is not the one that is read further on, or the sum that it was in is not."
+            )
         yield Found(
             text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
             fix=fix,
             cause=cause,
             since=step,
             where=again or lost or NOWHERE,
-            severity="warning" if again is not None or overwritten or forgotten or after else "",
+            severity="warning" if again is not None or overwritten or forgotten or after or for_nothing else "",
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},
         )
+
+
+def _idle(run: Run, uncalled: dict[int, set[str]]) -> list[int]:
+    unused = unused_names(run)
+    return [
+        number
+        for number in sorted(optimized(run) - with_gradient(run) - written(run))
+        if (one := run.parameters.get(number)) is not None
+        and one.requires_grad
+        and (one.module in uncalled.get(one.root, ()) or one.name in unused)
+    ]
+
+
+def _is_computed(run: Run, one: ParameterFacts) -> bool:
+    """Whether a class of the user's calls the module of a parameter: those of libraries have spare parts."""
+    samples = [each for each in run.of(Activations) if each.root == one.root]
+    called = sum(any(unit.module == one.module for unit in each.modules) for each in samples)
+    modules = {each.name: each for each in run.roots[one.root].modules}
+    within = one.module.rpartition(".")[0]
+    while within and within in modules and modules[within].kind == "container":
+        within = within.rpartition(".")[0]
+    return bool(one.module) and called > 1 and within in modules and bool(modules[within].file)
 
 
 def _taken_instead(run: Run, idle: list[int], uncalled: dict[int, set[str]]) -> str:

@@ -58,6 +58,8 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _OVERLAPS = frozenset({"iou", "miou", "giou", "dice", "ap", "map"})
 _NEARLY_ALL, _HALF = 0.1, 0.5  # of the loss of a constant guess, and the share of an overlap that is found by then
 _ERRORS = frozenset({"loss", "error", "err"})
+_HELD_OUT = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev"})
+_NEAR = 1.5  # times the loss of a constant guess
 _TRAINED = frozenset({"train", "training", "trn"})
 
 _ENOUGH_EVALUATED = 100
@@ -146,12 +148,19 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     """How it is known that the script's own evaluation is far from what such a loss gives on the training data."""
     if found.call is None or not 0 <= found.last < _MOST * found.guess:
         return ""
-    late = [one for one in run.of(Printed) if one.steps and 2 * one.steps[-1] >= found.steps]
+    steps = min(found.steps, run.steps)  # a step may have several losses
+    late = [one for one in run.of(Printed) if one.steps and 2 * one.steps[-1] >= steps]
     right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in late]
     if found.call.function in _OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
         shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
         value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
         is_far, such = value < _FAR_BELOW * right, f"such a loss is one of about {right:.0%} right answers"
+        if not is_far and one is None:  # a mean as that of the training is near a guess at first, a sum is not
+            near = (found.guess / _NEAR, found.guess * _NEAR)
+            losses = [(value, one) for value, words, one in ends
+                      if words & _ERRORS and words & _HELD_OUT and near[0] < one.values[0] < near[1]]  # fmt: skip
+            value, one = max(losses, key=lambda pair: pair[0], default=(0.0, None))
+            is_far, such = value > found.guess, f"a constant guess has {found.guess:.3g}"
     elif found.call.function in _DISTANCES:
         errors = [(value, one) for value, words, one in ends if "mse" in words]
         value, one = min(errors, key=lambda pair: pair[0], default=(0.0, None))
