@@ -3,6 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+from anybatch.doctor.diagnosing import diagnose
+from anybatch.doctor.recorder import Doctor
 from rule_runs import LINES, RunBuilder, findings, simple
 
 NAMES = (
@@ -222,3 +229,28 @@ def test_all_windows_are_quiet_under_a_scaler_that_skips() -> None:
         built.scaler("step", 0, skipped=skipped)
         built.scaler("update")
     assert found(built) == set()
+
+
+def test_accum_divided_twice_fires_on_the_square_of_the_number() -> None:
+    (one,) = findings(windows([4] * 4, factor=1 / 16), "ACCUM_DIVIDED_TWICE")
+    assert "1/4 of that of the whole batch" in one.message
+
+
+def test_accum_divided_twice_fires_on_a_division_that_is_left_in_the_loss_of_a_step() -> None:
+    net = nn.Linear(4, 2)
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) / 4
+
+    for kind, severity in ((torch.optim.SGD, "warning"), (torch.optim.Adam, "info")):
+        step = anybatch.TrainStep(net, loss_fn, kind(net.parameters(), lr=0.01), micro_batch_size=4)
+        with Doctor() as doctor:
+            for _ in range(5):
+                step((torch.randn(16, 4), torch.randint(2, (16,))))
+        (one,) = (each for each in diagnose(doctor.run) if each.name == "ACCUM_DIVIDED_TWICE")
+        assert one.severity == severity
+
+
+def test_accum_divided_twice_is_quiet_on_one_division_and_on_halves() -> None:
+    for built in (windows([4] * 4), windows([2] * 6, factor=0.25), windows([4] * 4, factor=1 / 8), simple()):
+        assert "ACCUM_DIVIDED_TWICE" not in {each.name for each in findings(built, "ACCUM_DIVIDED_TWICE")}

@@ -1,5 +1,6 @@
 """Rules of the family order: each fires on a run that has the fault, and is quiet on one that only looks like it."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -311,8 +312,24 @@ def test_loss_counted_twice_fires_on_two_backwards_of_equal_losses() -> None:
     assert one.fix.startswith("remove the backward (test_rules_order.py:")
 
 
+def twins() -> Doctor:
+    """Two critics that begin alike, each with a loss of its own."""
+    one = nn.Linear(4, 1)
+    other = copy.deepcopy(one)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(6):
+            x, y = torch.randn(16, 4), torch.randn(16, 1)
+            optimizer.zero_grad()
+            F.mse_loss(one(x), y).backward()
+            F.mse_loss(other(x), y).backward()
+            optimizer.step()
+    return doctor
+
+
 def test_loss_counted_twice_is_quiet_on_other_losses() -> None:
     assert not any(each.name == "LOSS_COUNTED_TWICE" for each in diagnose(backwards_of("noisy").run))
+    assert not any(each.name == "LOSS_COUNTED_TWICE" for each in diagnose(twins().run))
     assert not findings(not_cleared(), "LOSS_COUNTED_TWICE")
 
 

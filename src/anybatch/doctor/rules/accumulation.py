@@ -1,6 +1,7 @@
 """Rules of the family accumulation: windows that are cleared too often, start wrong, lose their tail or weigh wrong."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from statistics import median
 
@@ -8,10 +9,11 @@ from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit
 from anybatch.doctor.views.naming import counted, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, calls_of, passes, usual_count
-from anybatch.records.events import Backward, Cleared, Epoch, Forward, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
+_ROUNDING = 1e-3  # relative
 _ENOUGH = 3  # windows that agree
 
 
@@ -228,6 +230,35 @@ def accum_not_divided(run: Run) -> Iterator[Found]:
             optimizer=one.number,
             evidence={"backwards": count, "windows": len(raw), "factor": 1.0},
             severity="info" if inside and all(event.rows == 1 for event in inside) else "",
+        )
+
+
+@rule("AB357", "ACCUM_DIVIDED_TWICE", "warning")
+def accum_divided_twice(
+    run: Run, *, least: float = Limit(3, "half of a squared error in two micro-batches has the same factor")
+) -> Iterator[Found]:
+    """Means of micro-batches that are divided by their number twice: by the user, and by what accumulates them."""
+    for one, found, count in _accumulating(run):
+        whole = [window for window in found if window.step is not None and len(window.used) == count]
+        used = [back.fact for window in whole for back in window.used]
+        if count < least or len(whole) < _ENOUGH or any(window.step and window.step.edited for window in whole):
+            continue
+        if not all(math.isclose(back.factor, count**-2, rel_tol=_ROUNDING) for back in used):
+            continue
+        back = used[0]
+        call = next(iter(calls_of(run, back)), None)
+        yield Found(
+            text=f"The losses of {count} micro-batches{near(call or back)} are divided by {count} twice: the gradient "
+            f"is 1/{count} of that of the whole batch.",
+            fix=f"divide the loss once: what accumulates{near(back)} takes the mean of the micro-batches itself",
+            cause="anybatch's steps, and accelerator.backward of Accelerate, weigh each micro-batch; a loss / n that "
+            "is left from a loop by hand divides once more.",
+            since=back,
+            step=_number(whole[2].step),
+            where=call or back,
+            optimizer=one.number,
+            evidence={"backwards": count, "windows": len(whole), "factor": back.factor},
+            severity="info" if "Adam" in one.facts.cls and not any(run.of(Clipped)) else "",
         )
 
 

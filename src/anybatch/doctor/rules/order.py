@@ -298,19 +298,16 @@ def _twice_in(window: Window) -> tuple[Backward, Backward] | tuple[()] | None:
 
     Of several micro-batches on a line the mean counts.
     """
-    facts = [back.fact for back in window.used]
-    lines = [[*part] for _, part in groupby(facts, key=lambda one: (one.file, one.line))]
-    losses = [mean(one.value for one in part if one.value is not None) for part in lines if _are_known(part)]
-    if len(losses) < 2 or len(losses) < len(lines):
+    lines = [[*part] for _, part in groupby(window.used, key=lambda back: back.spot)]
+    losses = [[back.fact.value for back in part if back.fact.value is not None] for part in lines]
+    if len(lines) < 2 or any(len(some) < len(part) for some, part in zip(losses, lines, strict=True)):
         return None
-    for place, (one, other) in enumerate(pairwise(losses)):
-        if one and math.isclose(one, other, rel_tol=_ROUNDING):
-            return lines[place][0], lines[place + 1][0]
+    for place, (one, other) in enumerate(pairwise(map(mean, losses))):
+        first, second = lines[place][0], lines[place + 1][0]
+        overlap = first.touched and second.touched and first.touched & second.touched
+        if one and overlap and math.isclose(one, other, rel_tol=_ROUNDING):
+            return first.fact, second.fact
     return ()
-
-
-def _are_known(backs: list[Backward]) -> bool:
-    return all(one.value is not None for one in backs)
 
 
 def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:
