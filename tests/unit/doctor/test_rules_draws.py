@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,7 +232,7 @@ def _policy(shape: Callable[[Tensor], Tensor], kind: str) -> None:
     for _ in range(4):
         x = torch.randn(24, 6)
         made = net(x)
-        policy = Categorical(logits=made) if kind == "Categorical" else Normal(made.squeeze(-1), 1.0)
+        policy: Any = Categorical(logits=made) if kind == "Categorical" else Normal(made.squeeze(-1), 1.0)
         value = torch.randint(0, 3, (24,)) if kind == "Categorical" else torch.randn(24)
         loss = -policy.log_prob(shape(value)).mean()
         optimizer.zero_grad()

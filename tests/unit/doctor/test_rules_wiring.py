@@ -43,8 +43,8 @@ def test_opt_param_missing_fires_on_a_group_that_an_iterator_left_empty(used_up:
         if number and used_up:
             groups[0] = GroupFacts(parameters=(), lr=0.1)
         built.groups[number] = tuple(one for group in groups for one in group.parameters)
-        place = {"file": "train.py", "line": 8 + number}
-        built.add(OptimizerFacts(optimizer=number, variable="solver", cls="Adam", groups=tuple(groups), **place))
+        facts = OptimizerFacts(optimizer=number, variable="solver", cls="Adam", groups=tuple(groups))
+        built.add(dataclasses.replace(facts, file="train.py", line=8 + number))
         for _ in range(6):
             built.clear(number)
             built.backward(own if again or not number else own[2:])
