@@ -44,7 +44,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         keys: torch.Tensor = self.key(x)
         keys = keys if cache is None else cache.update(keys, self.number)
-        return x + (self.query(x) @ keys.mT).softmax(-1) @ keys
+        found: torch.Tensor = x + (self.query(x) @ keys.mT).softmax(-1) @ keys
+        return found
 
 
 class Model(nn.Module):
@@ -89,11 +90,11 @@ def test_a_budget_holds_a_model_that_keeps_a_cache() -> None:
     batch = {name: torch.randn(32, 24, 6, dtype=torch.float64) for name in ("x", "y")}
     model, other = Model().double(), Model().double()
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=1e-4), memory="600KiB")
-    optimizer: Any = torch.optim.SGD(other.parameters(), lr=1e-4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-4)
     for _ in range(3):
-        out = step(batch)
+        out, loss = step(batch), loss_fn(other, batch)
         optimizer.zero_grad()
-        loss_fn(other, batch).backward()
+        torch.autograd.backward(loss)  # type: ignore[no-untyped-call]
         optimizer.step()
         for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.allclose(one, wanted, rtol=1e-10)
