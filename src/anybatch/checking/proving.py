@@ -61,6 +61,8 @@ class Proofs:
         self._due: dict[Hashable, int] = {}  # the number of them at which it is proved again
         self._met: set[Hashable] = set()  # of what was unseen
         self._operations: set[int] = set()  # of the losses so far
+        self._parted: Counter[Hashable] = Counter()  # batches whose micro-batches end in other operations
+        self._apart = 0  # the micro-batch that is to be compared with the first one; 0 for none
         self._told: set[str] = set()  # so that a proof made again does not repeat it
 
     def look(
@@ -96,7 +98,7 @@ class Proofs:
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
-            task.on_loss = functools.partial(self._saw, key, not holds)  # holds nothing of the batch
+            task.on_loss = functools.partial(self._saw, key, (not holds, reducer.is_shared))
         if holds and task.splittable.collate is not None:
             self._watch(key, task)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
@@ -129,8 +131,20 @@ class Proofs:
             self._unseen[key] = elsewhere.even(task.splittable)
             self._watch(key, task, begins=True)
 
-    def _saw(self, key: Hashable, is_proved: bool, name: str, loss: Any) -> None:
-        """Has the next batch proved, where the last operations of a loss of this one are others than before."""
+    def _saw(self, key: Hashable, known_as: tuple[bool, bool], name: str, loss: Any, index: int = 0) -> None:
+        """Has the next batch proved, where the last operations of a loss of this one are others than before.
+
+        Raises:
+            Unproved: two micro-batches of one batch end in other operations, at the 1st, 2nd, 4th … time: they are
+                compared, together and apart.
+        """
+        is_proved, is_shared = known_as
+        if index:
+            self._parted[key] += 1
+            if is_shared or self._parted[key].bit_count() > 1:
+                return
+            self._due[key], self._apart = 0, index
+            raise Unproved
         nodes, found = [getattr(loss.total if type(loss) is Mean else loss, "grad_fn", None)], list[Hashable]([name])
         for node in nodes:  # to which those before it are added
             if node is not None and len(found) <= _LAST:
@@ -217,7 +231,7 @@ class Proofs:
         update: int | None,
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.elsewhere import even
-        from anybatch.checking.proof import prove
+        from anybatch.checking.proof import prove, prove_among_many
         from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
 
@@ -228,6 +242,11 @@ class Proofs:
             return task, None
         proof, reason, seen = found
         self._conclude(proof, reason, task)
+        other, self._apart = self._apart, 0
+        if 0 < other < len(parts) and proof.exact:
+            two = prove_among_many(task, [parts[0], parts[other]], parameters, optimizations)
+            if two is not None:
+                self._conclude(*two, task)
         self.latest = self._kept(key, proof)
         if proof.outcome == "undecided" and self._is_news(proof.note):
             logger.warning(

@@ -75,7 +75,8 @@ class Accumulation:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
         places: the position of each micro-batch, for a loss function in pieces.
-        on_loss: is given each loss of the first micro-batch, after its name.
+        on_loss: is given each loss of the first micro-batch, after its name; then one whose last operation is another,
+            with the number of its micro-batch.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class Accumulation:
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
         modules: Sequence[torch.nn.Module] = (),
-        on_loss: Callable[[str, Any], None] | None = None,
+        on_loss: Callable[..., None] | None = None,
     ) -> None:
         self._model, self._loss_fn, self._modules = model, loss_fn, modules
         self._on_loss = on_loss
+        self._kind: type | None = None  # of the last operation of the first loss
         self._weights, self._parameters, self._settings = weights, parameters, settings
         self._in_pieces = isinstance(loss_fn, InPieces)
         self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
@@ -237,8 +239,13 @@ class Accumulation:
                 watch.check()
             if result.dim() or not result.is_floating_point():
                 result = checked_loss(result, "")
-            if index == 0 and self._on_loss is not None:
-                self._on_loss(SINGLE, result)
+            if self._on_loss is not None:
+                if self._kind is None:
+                    self._kind = type(result.grad_fn)
+                    if index == 0:
+                        self._on_loss(SINGLE, result)
+                elif type(result.grad_fn) is not self._kind:  # as where a branch goes the other way
+                    self._on_loss(SINGLE, result, index)
             losses.add(index, SINGLE, result)
             del result
             losses.differentiate_waiting()

@@ -53,7 +53,7 @@ class Task:
     # puts on a model those of a plan, where that is not done around the pass: on several devices each copy of the model
     # has its own
     optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
-    on_loss: Callable[[str, Any], None] | None = None  # is given each of the first micro-batch, after its name
+    on_loss: Callable[..., None] | None = None  # is given losses, see ``Accumulation``
     # the model, and the loss if it is a module; looked for if they are not given
     modules: Sequence[torch.nn.Module] = ()
     every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them

@@ -194,4 +194,4 @@ def test_a_proof_says_that_numbers_are_drawn_outside_torch() -> None:
     out = anybatch.backward(net(), scaled, rows(12), micro_batch_size=4)
     assert out.proof is not None
     assert out.proof.exact
-    assert "numbers of its own from NumPy or Python" in out.proof.note
+    assert "NumPy, Python or a generator of your own draws anew in each micro-batch" in out.proof.note

@@ -44,8 +44,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         keys: torch.Tensor = self.key(x)
         keys = keys if cache is None else cache.update(keys, self.number)
-        out: torch.Tensor = x + (self.query(x) @ keys.mT).softmax(-1) @ keys
-        return out
+        found: torch.Tensor = x + (self.query(x) @ keys.mT).softmax(-1) @ keys
+        return found
 
 
 class Model(nn.Module):
@@ -86,16 +86,17 @@ def test_a_cache_is_as_it_was(blocks: list[str], prefix: bool) -> None:
 
 
 def test_a_budget_holds_a_model_that_keeps_a_cache() -> None:
-    loss_fn = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()  # noqa: E731
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
     batch = {name: torch.randn(32, 24, 6, dtype=torch.float64) for name in ("x", "y")}
     model, other = Model().double(), Model().double()
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=1e-4), memory="600KiB")
-    optimizer: Any = torch.optim.SGD(other.parameters(), lr=1e-4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-4)
     for _ in range(3):
-        out = step(batch)
+        out, loss = step(batch), loss_fn(other, batch)
         optimizer.zero_grad()
-        loss: Any = loss_fn(other, batch)  # type: ignore[no-untyped-call]
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.allclose(one, wanted, rtol=1e-10)
