@@ -7,7 +7,7 @@ COPY src /source/src
 # torch comes from the index of CPU builds, unless the base image has one.
 RUN python -c "import torch" 2>/dev/null \
     || pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
-    && pip install --no-cache-dir "/source[report]"
+    && pip install --no-cache-dir /source
 RUN useradd --create-home --uid 1000 user
 USER 1000
 WORKDIR /work

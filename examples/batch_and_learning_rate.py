@@ -6,7 +6,7 @@ that was found for the smallest batch; the others multiply it by sqrt(k) and by 
 batch is. In between, every factor of two is tried as well, and the last column has the best of them.
 
     python examples/batch_and_learning_rate.py                   # a minute or two; prints the tables
-    python examples/batch_and_learning_rate.py --figure out.svg   # and draws them (needs anybatch[report])
+    python examples/batch_and_learning_rate.py --figure out.svg   # and draws them
 """
 
 import argparse

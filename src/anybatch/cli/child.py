@@ -281,6 +281,8 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
     sys.path[0] = str(Path(path).parent)
     sys.modules["__main__"] = module  # also for pickle, and for workers that start by importing it
     try:
+        if question.get("module"):
+            _as_module(module, question["module"])
         text = Path(question.get("source") or path).read_bytes()
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
@@ -299,6 +301,16 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         tuning.finish()
     answer.write(status="ended", code=0)
     return 0
+
+
+def _as_module(module: types.ModuleType, name: str) -> None:
+    """Makes a script what ``python -m`` makes of it: a part of its package."""
+    own = f"{name}.__main__" if Path(str(module.__file__)).name == "__main__.py" else name
+    sys.path[0] = str(Path.cwd())
+    module.__spec__ = importlib.machinery.ModuleSpec(own, module.__loader__, origin=module.__file__)  # type: ignore[arg-type]
+    module.__package__ = own.rpartition(".")[0]
+    if module.__package__:
+        importlib.import_module(module.__package__)
 
 
 def _expects_ranks(error: BaseException) -> bool:

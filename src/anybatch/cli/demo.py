@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
 from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.errors import DoesNotFit
-from anybatch.report.pages import is_own_page, missing_extra
+from anybatch.report.pages import is_own_page
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, format_seconds, parse_bytes
 
@@ -130,11 +130,7 @@ def _run(options: Options, screen: Terminal) -> None:
     began = time.monotonic()
     text = _read_text(options)
     facts = text.facts()
-    missing = missing_extra()
-    page = None if missing else options.output
-    _announce(options, screen, facts, page)
-    if missing:
-        _say(screen, f"\n{missing}\nEverything else runs without it.")
+    _announce(options, screen, facts)
     if "torch" not in sys.modules:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -142,11 +138,10 @@ def _run(options: Options, screen: Terminal) -> None:
     if options.json_path is not None:
         write_json(options.json_path, record.to_dict())
     screen.line()
-    if page is not None:
-        from anybatch.demo.presentation import demo_page
+    from anybatch.demo.presentation import demo_page
 
-        page.write_text(demo_page(record), encoding="utf-8")
-        screen.line(f"Page  {page.absolute()}")
+    options.output.write_text(demo_page(record), encoding="utf-8")
+    screen.line(f"Page  {options.output.absolute()}")
     if options.json_path is not None and str(options.json_path) != "-":
         screen.line(f"JSON  {options.json_path.absolute()}")
     _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
@@ -161,7 +156,7 @@ def _read_text(options: Options) -> "SourceText":
         raise click.UsageError(str(error)) from error
 
 
-def _announce(options: Options, screen: Terminal, text: "TextFacts", page: Path | None) -> None:
+def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
     """Prints what the demonstration will do."""
     budget = "a quarter of what the whole batch needs" if options.memory is None else format_bytes(options.memory)
     duration = format_seconds(options.seconds or _SECONDS)
@@ -181,7 +176,7 @@ def _announce(options: Options, screen: Terminal, text: "TextFacts", page: Path 
         ("", "2. the gradient of the whole batch against that of its micro-batches"),
         ("", f"3. training for {duration}; Ctrl-C ends it early"),
         ("", "4. a sample of what the model writes"),
-        ("", "5. no page, see below" if page is None else f"5. the page {page}"),
+        ("", f"5. the page {options.output}"),
     ):
         screen.term(name, said)
 

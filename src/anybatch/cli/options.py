@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import click
 
 _PATCH = b"--- a/"
+MODULE = "anybatch.module"
+"""Where a context has the name of the module that runs in place of a script."""
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
@@ -26,6 +28,13 @@ class NoAnswer(click.ClickException):
 class ScriptCommand(click.Command):
     """A command whose options stand before or after the script; unknown ones after it belong to the script."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.epilog = (
+            "Instead of SCRIPT, -m MODULE runs a module of this folder. Options after SCRIPT that anybatch has too are "
+            "anybatch's; those behind -- are the script's."
+        )
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Separates its own options from the arguments of the script; everything after ``--`` is the script's."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
@@ -37,6 +46,9 @@ class ScriptCommand(click.Command):
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             if word == "--":
                 others += words
+            elif word == "-m" and not others:
+                ctx.meta[MODULE] = next(words, "")
+                others.append(_file_of(ctx.meta[MODULE]))
             elif word.startswith("-") and name in takes_value:
                 own += [word, *([next(words, "")] if takes_value[name] and word == name else [])]
             elif word.startswith("-") and word != "-" and not others:
@@ -44,6 +56,15 @@ class ScriptCommand(click.Command):
             else:
                 others.append(word)
         return super().parse_args(ctx, [*own, *others[:1], "--", *others[1:]])
+
+
+def _file_of(module: str) -> str:
+    """The file of a module in the current folder; nothing is imported for it."""
+    at = module.replace(".", "/")
+    found = next((one for one in (f"{at}.py", f"{at}/__main__.py") if module and Path(one).is_file()), None)
+    if found is None:
+        raise click.UsageError(f"-m {module}: no such module in this folder; expected one as in: -m package.train")
+    return found
 
 
 def of_script(function: Function) -> Function:
@@ -104,11 +125,9 @@ def check_file(path: Path | None, what: str, is_own: Callable[[Path], bool], *, 
 
 
 def check_page(path: Path | None, *, force: bool) -> None:
-    """The same for a page, which needs an extra."""
-    from anybatch.report.pages import is_own_page, missing_extra
+    """The same for a page."""
+    from anybatch.report.pages import is_own_page
 
-    if path is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
     check_file(path, "page that anybatch wrote", is_own_page, force=force)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 from anybatch.errors import AnyBatchError, DoesNotFit
@@ -143,10 +143,11 @@ class FoundStep:
         torch = self._step.names.get("torch")
         if proposed is None or ("torch" in proposed[1] and torch is not sys.modules["torch"]):
             return None
-        import anybatch
+        from anybatch.batch.counting import count_samples, count_tokens
 
         self._count = proposed[1]
-        options = {**self.call.options, "count": eval(self._count, {"anybatch": anybatch, "torch": torch})}
+        known = SimpleNamespace(count_samples=count_samples, count_tokens=count_tokens)
+        options = {**self.call.options, "count": eval(self._count, {"anybatch": known, "torch": torch})}
         return self.call._replace(options=options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:

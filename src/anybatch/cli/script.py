@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
+from anybatch.cli.options import MODULE
+
 _STDERR = 2
 _PATIENCE = 5.0  # seconds that a script has to end by itself after Ctrl-C
 
@@ -35,6 +39,8 @@ def run_until_first_call(
     Its standard output goes to the standard error of this process, so that a report can take standard output. A script
     that fails because torchrun did not start it runs again as the only rank.
     """
+    context = click.get_current_context(silent=True)
+    question = {**question, "module": context and context.meta.get(MODULE)}
     ending = _run(script, arguments, timeout, question, {})
     if ending.status != "needs-ranks":
         return ending

@@ -100,11 +100,7 @@ def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
 
 
 def demo_page(record: DemoRecord) -> str:
-    """Renders the page of a run; the same record gives the same text.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders the page of a run; the same record gives the same text."""
     comparison, training, text = record.comparison, record.training, record.text
     rows = rows_of(record.plan)
     return render_page(

@@ -315,9 +315,6 @@ class Doctor:
 
         Returns:
             The diagnosis.
-
-        Raises:
-            ImportError: a page was asked for, and jinja2 is not installed.
         """
         from anybatch.doctor.diagnosing import diagnosis
 
@@ -331,11 +328,10 @@ class Doctor:
 
         return page(found, self.run)
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         from anybatch.report.notebook import framed
-        from anybatch.report.pages import missing_extra
 
-        return None if missing_extra() else framed(self._page(self.report()))
+        return framed(self._page(self.report()))
 
     def show(self) -> None:
         """Shows the diagnosis: as a page in a notebook, as text elsewhere."""

@@ -18,7 +18,7 @@ class AttachedDoctor:
     """The base class of the doctor's callbacks.
 
     Args:
-        output: a file for the HTML page, which needs ``anybatch[report]``; ``None`` for none.
+        output: a file for the HTML page; ``None`` for none.
         path: a file of JSON lines, written during the run, see ``anybatch.Doctor``.
         every: steps between two samples, see ``anybatch.Doctor``.
         console: where to print the report; ``None`` for standard output.

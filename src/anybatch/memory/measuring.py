@@ -36,7 +36,7 @@ def measure(
         Bytes at the peak and at the end, by category.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer`` or a list of them.
+        TypeError: ``function`` can't be called, or ``optimizer`` is not a ``torch.optim.Optimizer`` or a list of them.
 
     Example:
         >>> model = torch.nn.Linear(100, 100, bias=False)
@@ -45,6 +45,8 @@ def measure(
         >>> memory.at_end["parameters"], memory.at_end["gradients"], memory.at_end["inputs"]
         (40000, 40000, 3200)
     """
+    if not callable(function):
+        raise TypeError(f"got a {type(function).__name__}; expected a function, as in measure(lambda: step(batch))")
     home = next(iter(model.parameters()), None) if model is not None else None
     device = home.device if home is not None else next(iter(in_use()), None)
     recording = LinedRecording(device_type=device.type if device is not None and is_accelerator(device) else None)

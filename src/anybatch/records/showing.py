@@ -6,19 +6,19 @@ from typing import Any
 from anybatch.records.reading import Plain
 
 
-def page_of(record: Any) -> str | None:
-    """The HTML of a record's page; ``None`` if jinja2 is not installed, and a notebook then shows its text."""
+def page_of(record: Any) -> str:
+    """The HTML of a record's page."""
     from anybatch.report.notebook import html_of
 
     return html_of(record)
 
 
 class Shown(Plain):
-    """A record that a notebook shows as a page (if jinja2 is installed); everywhere else it is shown as text."""
+    """A record that a notebook shows as a page; everywhere else it is shown as text."""
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return page_of(self)
 
     def show(self) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from html import escape
-from importlib.util import find_spec
 from typing import Any
 
 from anybatch.records.certificates import Certificate
@@ -25,10 +24,8 @@ _TALLEST = 720
 _MOST_STOPS = 50
 
 
-def html_of(shown: Any) -> str | None:
-    """The HTML that a notebook shows for a record; ``None``, for its text, if jinja2 is not installed."""
-    if find_spec("jinja2") is None:
-        return None
+def html_of(shown: Any) -> str:
+    """The HTML that a notebook shows for a record."""
     make = next(make for kind, make in _PAGES.items() if isinstance(shown, kind))
     return framed(make(shown))
 

@@ -1,12 +1,8 @@
 """HTML pages from templates; each is one file that loads nothing else."""
 
-import json
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 _MARK = '<meta name="generator" content="anybatch">'
 _HEAD_BYTES = 4096
@@ -29,29 +25,8 @@ def unit_of_bytes(largest: float) -> tuple[float, str]:
     return next((one for one in units if largest >= one[0]), units[-1])
 
 
-def missing_extra() -> str:
-    """What to install before a page can be written; empty if nothing is missing."""
-    if find_spec("jinja2") is not None:
-        return ""
-    return f"The page needs jinja2, which is not installed. Install it:\n  {install_command('report')}"
-
-
-def install_command(extra: str) -> str:
-    """The pip command that installs an extra from the source of anybatch itself: an index, a clone or a URL."""
-    try:
-        origin = json.loads(distribution("anybatch").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        origin = {}
-    url, vcs = str(origin.get("url", "")), origin.get("vcs_info", {}).get("vcs", "")
-    if url.startswith("file://"):
-        editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
-        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
-    where = f" @ {vcs + '+' if vcs else ''}{url}" if url else ""
-    return f"pip install 'anybatch[{extra}]{where}'"
-
-
 def render_page(template: str, **values: Any) -> str:
-    """Renders a template of this package, for which jinja2 has to be installed."""
+    """Renders a template of this package."""
     import jinja2
 
     environment = jinja2.Environment(

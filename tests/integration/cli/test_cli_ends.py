@@ -16,7 +16,6 @@ from anybatch.cli.main import NOT_WRITTEN, VERBS, main
 from anybatch.records.lines import to_line
 from anybatch.records.runs import read_run
 from anybatch.records.tables import Started
-from anybatch.report import pages
 from source_tree import PACKAGE
 from test_cli_report import FACTS
 
@@ -157,19 +156,3 @@ def test_a_notebook_is_no_script(verb: str, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "train.ipynb is a notebook" in done.output
     assert "jupyter nbconvert --to script" in done.output
-
-
-@pytest.mark.parametrize(("origin", "command"), [
-    (None, "pip install 'anybatch[report]'"),
-    ("not json", "pip install 'anybatch[report]'"),
-    ({"url": "file:///home/me/any%20batch", "dir_info": {}}, "pip install '/home/me/any batch[report]'"),
-    ({"url": "file:///src", "dir_info": {"editable": True}}, "pip install -e '/src[report]'"),
-    ({"url": "https://x.org/a.git", "vcs_info": {"vcs": "git"}}, "pip install 'anybatch[report] @ git+https://x.org/a.git'"),
-])  # fmt: skip
-def test_an_extra_is_installed_from_where_the_package_came(
-    origin: Any, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = json.dumps(origin) if isinstance(origin, dict) else origin
-    there = SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
-    monkeypatch.setattr(pages, "distribution", lambda name: there)
-    assert pages.install_command("report") == command

@@ -309,14 +309,6 @@ def test_a_patch_is_written_over_a_patch_and_over_anything_by_force(monkeypatch:
     assert Path("train.py").read_text(encoding="utf-8") == changed["change"]
 
 
-def test_without_the_extra_a_page_is_refused_and_a_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "find_spec", lambda name: None)
-    done = invoke(monkeypatch, "--html", "plan.html")
-    assert done.exit_code == 2
-    assert pages.install_command("report") in " ".join(done.output.split())
-    assert invoke(monkeypatch, ending=FINE).exit_code == 0
-
-
 # A real one.
 
 REAL = """
@@ -449,6 +441,19 @@ def test_the_changed_loop_takes_the_plan_that_was_saved_for_it(folder: Path) -> 
         change.replace(f"micro_batch_size={size:g}", 'plan=anybatch.Plan.load("made.plan")'), encoding="utf-8"
     )
     assert changed_prints(folder, "plan.diff") == pytest.approx(prints(folder), rel=1e-5)
+
+
+def test_a_module_of_a_package_is_planned_as_python_runs_it(folder: Path) -> None:
+    (folder / "pack").mkdir()
+    (folder / "pack" / "__init__.py").touch()
+    (folder / "pack" / "loop.py").write_text(SPLITS, encoding="utf-8")
+    text = "import sys\nfrom . import __name__ as p\nassert [p, *sys.argv[1:]] == ['pack', '--lr']\nfrom . import loop"
+    (folder / "pack" / "train.py").write_text(text, encoding="utf-8")
+    done = run("--memory", "700KiB", "-m", "pack.train", "--lr", "--patch", "change.diff")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "+++ b/pack/loop.py" in Path("change.diff").read_text(encoding="utf-8")
+    for missing in (["-m", "pack.none"], ["-m"]):
+        assert "no such module in this folder" in run(*missing).stderr
 
 
 def prints(folder: Path) -> float:

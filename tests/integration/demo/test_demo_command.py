@@ -99,15 +99,6 @@ def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:
 
 
 @pytest.mark.usefixtures("remembered_plan")
-def test_without_the_extra_the_command_says_what_to_install_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "find_spec", lambda name: None)
-    done = invoke("--updates", "1")
-    assert done.exit_code == 0
-    assert not PAGE.exists()
-    assert pages.install_command("report") in done.output.replace("\n", " ")
-
-
-@pytest.mark.usefixtures("remembered_plan")
 def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
     PAGE.write_text("<p>mine</p>", encoding="utf-8")
     done = invoke("--updates", "1")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +64,6 @@ with ProgressBar(total=3, seconds=0) as bar:
     for _ in range(3):
         step(torch.ones(4, 2))
 """
-
-
-def test_without_jinja2_a_notebook_shows_the_text() -> None:
-    code = (
-        "import sys, importlib.util as u, anybatch;"
-        "found = u.find_spec; u.find_spec = lambda name, *rest: None if name == 'jinja2' else found(name, *rest);"
-        "from anybatch.records.plans import Plan, PlanRow;"
-        "assert Plan(PlanRow(1, 1))._repr_html_() is None;"
-        "import torch; doctor = anybatch.Doctor(); assert doctor._repr_html_() is None;"
-        "Plan(PlanRow(1, 1)).show(); doctor.show()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith("1 micro-batch of 1: 0 B, time unknown, predicted (budget 0 B).")
-    assert "this run: nothing to judge: no optimizer stepped." in done.stdout
 
 
 ERROR = """

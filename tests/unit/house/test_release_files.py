@@ -29,8 +29,6 @@ def test_the_recipe_is_of_this_version_and_licence() -> None:
 def test_the_recipe_needs_what_the_package_needs() -> None:
     needed = {requirement.replace(">=", " >=").replace("torch ", "pytorch ") for requirement in PROJECT["dependencies"]}
     assert set(RECIPE["requirements"]["run"]) == needed | {"python >=${{ python_min }}"}
-    (report,) = PROJECT["optional-dependencies"]["report"]
-    assert RECIPE["requirements"]["run_constraints"] == [report.replace(">=", " >=")]
     (script,) = PROJECT["scripts"].items()
     assert RECIPE["build"]["python"]["entry_points"] == [" = ".join(script)]
 

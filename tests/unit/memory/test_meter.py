@@ -369,6 +369,11 @@ def test_measure_knows_gradients_that_are_gone_at_the_end() -> None:
     assert "gradients" not in memory.at_end
 
 
+def test_measure_takes_a_function() -> None:
+    with pytest.raises(TypeError, match=r"got a Tensor; expected a function, as in measure\(lambda: step\(batch\)\)"):
+        measure(torch.ones(2).sum())  # type: ignore[arg-type]
+
+
 def test_measure_counts_gradients_that_were_there() -> None:
     model = Network()
     model(torch.ones(8, 64)).sum().backward()
