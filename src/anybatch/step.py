@@ -14,7 +14,7 @@ from anybatch.backpropagation import check_model_was_used, intercept, reducer_of
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
-from anybatch.errors import BatchError
+from anybatch.errors import BatchError, NotSplittable, warn
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction, as_over_time
@@ -206,7 +206,7 @@ class TrainStep:
 
         Raises:
             BatchError, CountError, LossError, NotSplittable, PlanMismatch: see ``anybatch.backward``; nothing was
-                changed.
+                changed. With ``memory=`` a batch that can't be split runs whole, with a warning, if that fits.
             DoesNotFit: no plan fits in the budget, or a single sample runs out of memory; nothing was changed.
             UpdateInterrupted: an optimizer failed in the middle of its step, which was not run again.
 
@@ -217,7 +217,13 @@ class TrainStep:
         self._claim()
         before = self.updates
         try:
-            result = self._train(batch)
+            try:
+                result = self._train(batch)
+            except NotSplittable as refusal:
+                if self._follower is None or self._follower.refusal is not refusal:
+                    raise
+                result = self._train(batch)
+                warn(f"the batch runs whole, which the budget allows, since {refusal}")
             if result.skipped:
                 self.skipped += 1
                 logger.info("update skipped: %s", result.skipped)

@@ -189,7 +189,10 @@ def _notes(ending: Ending) -> list[str]:
     if not ending.facts["updates"]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if ending.facts.get("refusal"):
-        notes.append("The step refuses these micro-batches: they would not give the whole batch's gradient.")
+        notes.append(
+            "The step refuses these micro-batches: they would not give the whole batch's gradient. With memory= "
+            "TrainStep runs the whole batch instead, if that fits."
+        )
     return notes
 
 

@@ -7,7 +7,6 @@ from before, Python's and NumPy's random state is replayed, too, and a block tha
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
+from anybatch.memory.contents import Contents
 from anybatch.memory.places import Handle, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
@@ -25,7 +25,6 @@ from anybatch.tensors.shards import is_sharded
 
 SMALL = 64 * 1024
 """Bytes up to which a copy of a buffer is kept whether or not the buffer is seen to change."""
-_DEPTH = 5  # of objects within an argument that is no tensor
 
 
 class NotRecomputable(AnyBatchError, RuntimeError):
@@ -46,9 +45,9 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     The gradient is bitwise the same. The recomputed forward has the random state and autocast of the first one,
     buffers are updated once, and a forward that changes buffers sees those from before. Besides its arguments a call
     keeps a copy of the buffers that it changed; all others are copied for the time of the forward only. Objects among
-    its arguments, such as a cache of keys and values, are as they were before. What a block changes elsewhere, such as
-    a counter that is no buffer, can't be seen; tensors of other shapes are. What
-    runs within a transform of ``torch.func`` or forward-mode differentiation is not computed again.
+    its arguments, such as a cache of keys and values, have the items and attributes that they had before. What a block
+    changes elsewhere, such as a counter that is no buffer, can't be seen; tensors of other shapes are. What runs within
+    a transform of ``torch.func`` or forward-mode differentiation is not computed again.
 
     Args:
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
@@ -200,18 +199,20 @@ class _Call:
         what.refuse_hidden_dropout()
         self._what, self._function = what, function
         self._first: Any = (args, kwargs)
-        tensors: list[torch.Tensor] = []
+        tensors, objects = list[torch.Tensor](), list[Any]()
         slots: dict[int, _Slot] = {}
 
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                return _as_it_is(leaf, {})  # a block may write to it, as to a cache of keys and values
+                objects.append(leaf)  # which a block may write to, as to a cache of keys and values
+                return leaf
             if id(leaf) not in slots:  # a tensor that is there twice stays one: attention looks at `query is key`
                 slots[id(leaf)] = _Slot(len(tensors))
                 tensors.append(leaf)
             return slots[id(leaf)]
 
         self._arguments = map_leaves(slot, (args, kwargs))
+        self._contents = Contents(objects)
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
         held = (one for one in (*tensors, *what.tensors()) if isinstance(one, torch.Tensor))
@@ -228,7 +229,7 @@ class _Call:
             return output
         args, kwargs = self._kept()
         _last_run[:] = [(self._what.title, self._what.name)]
-        with self._surroundings.again(), self._state.as_before(), recomputing():
+        with self._surroundings.again(), self._state.as_before(), self._contents.as_noted(), recomputing():
             self._function(*args, **kwargs)
         raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
 
@@ -245,31 +246,9 @@ class _Call:
                 ) from error
             raise
         arguments: tuple[Any, Any] = map_leaves(
-            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else _as_it_is(leaf, {}), self._arguments
+            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else leaf, self._arguments
         )
         return arguments
-
-
-def _as_it_is(value: Any, known: dict[int, Any], depth: int = _DEPTH) -> Any:
-    """An object as it is now: its own attributes and containers around the same tensors, modules and plain values."""
-    kind = type(value)
-    if id(value) in known:
-        return known[id(value)]
-    if depth == 0 or isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value):
-        return value
-    if kind in (list, tuple, set):
-        return kind([_as_it_is(one, known, depth - 1) for one in value])
-    if kind is dict:
-        return {key: _as_it_is(one, known, depth - 1) for key, one in value.items()}
-    own = getattr(value, "__dict__", None)
-    if not own or kind.__module__.partition(".")[0] in ("torch", "numpy"):
-        return value
-    try:
-        made = known[id(value)] = copy(value)
-        vars(made).update({name: _as_it_is(one, known, depth - 1) for name, one in own.items()})
-    except Exception:  # noqa: BLE001 - what can't be copied is taken to stay as it is
-        return value
-    return made
 
 
 def _seen(homes: Sequence[dict[str, Any]]) -> dict[tuple[int, str], tuple[torch.Tensor, int]]:

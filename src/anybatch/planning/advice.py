@@ -171,6 +171,8 @@ def why_whole(subject: Subject) -> str:
         return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."
     if subject.splittable.rows == 1:
         return "The batch is one sample, which is not split."
+    if subject.is_coupled:
+        return "The batch is not split, since its loss does not add up over samples."
     if subject.splits or not modules:
         return ""
     verb = "is" if len(modules) == 1 else "are"
@@ -184,7 +186,7 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
-    if subject.batch_norm == "refuse" and not subject.splits:
+    if subject.batch_norm == "refuse" and not subject.splits and not subject.is_coupled:
         for policy in ("ghost", "frozen"):
             yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
     # A half of the activations is the most that it saves in any configuration.

@@ -1,17 +1,20 @@
 """Keeps a training step within its budget: plans on the first batch, plans again when it has to, and grows back."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, release_cache, reserving_at_most
 from anybatch.batch.batches import Splittable
-from anybatch.errors import DoesNotFit
+from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
 from anybatch.loss.accumulate import Settings
+from anybatch.loss.pieces import InPieces
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.offloading import HostPool
 from anybatch.parallel.devices import Devices
@@ -90,6 +93,7 @@ class Follower:
         self._splittable: Splittable | None = None
         self._settings: Settings | None = None
         self._pool = HostPool()
+        self.refusal: NotSplittable | None = None  # of a split, because of which the batch is to run again, whole
         self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
         self.plan = plan  # in force; ``None`` before the first batch
         self.limit = PlannedLimit(self)
@@ -234,9 +238,28 @@ class Follower:
         clear()  # micro-batches of a shape that is new may run for real
         return self._planner.outgrown_parts(splittable, self.limit.value, self.plan.chosen)
 
+    def keep_whole(self, refusal: NotSplittable) -> None:
+        """Has batches run whole from now on, if they may, since they can't be split."""
+        if self._memory is None or self._splittable is None:
+            return
+        subject = self._subject_of(self._splittable)
+        if subject.is_coupled or subject.devices is not None or subject.settings.reducer.is_shared:
+            return
+        if isinstance(subject.loss_fn, InPieces):  # which has a way of its own to split what does not add up
+            return
+        self._subject_of = functools.partial(_kept_whole, self._subject_of)
+        self.refusal, self.plan, self._first, self._planner, self._made = refusal, None, None, None, []
+
     def _make(self, subject: Subject) -> None:
         budget, planner = self._budget_of(subject), self._planner_of(subject)
-        self._first = planner.plan(budget)
+        try:
+            self._first = planner.plan(budget)
+        except DoesNotFit as error:
+            if self.refusal is not None:
+                self.refusal.add_note(f"The whole batch does not fit: {error}")
+                raise self.refusal from None
+            raise
+        self.refusal = None
         if is_accelerator(subject.settings.device):
             release_cache()  # what the planner measured left blocks of other sizes
         self._planner = planner
@@ -358,6 +381,10 @@ class Follower:
             self.limit.ceiling = self._first.micro_batch_size
 
 
+def _kept_whole(subject_of: Callable[[Splittable], Subject], splittable: Splittable) -> Subject:
+    return replace(subject_of(splittable), is_coupled=True)
+
+
 def _target(subject: Subject) -> Target:
     return target_of(None, subject.settings.device)
 
@@ -372,6 +399,9 @@ def followed(
         follower.prepare(splittable, clear)
         with follower.confirmed(device, devices):
             yield
+    except NotSplittable as error:
+        follower.keep_whole(error)
+        raise
     finally:
         follower.release()
 

@@ -224,6 +224,12 @@ class Observing:
         """Nothing but the size of micro-batches changes."""
         return contextlib.nullcontext()
 
+    refusal = None
+    """No batch runs whole instead: each rank has a part of it anyway."""
+
+    def keep_whole(self, refusal: Exception) -> None:
+        """Leaves a refusal as it is."""
+
     def release(self) -> None:
         """Lets go of the logical batch."""
         self._subject = None

@@ -83,6 +83,7 @@ class Subject:
     devices: Devices | None = None
     # what is known of the loss, shared by all that are made of this one
     behaviour: Behaviour = field(default_factory=Behaviour)
+    is_coupled: bool = False  # the loss couples the samples, so that the batch is not split
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -165,7 +166,9 @@ class Subject:
 
     @property
     def splits(self) -> bool:
-        """Whether the batch may be split: not if BatchNorm in training mode couples its samples."""
+        """Whether the batch may be split: not if the loss, or BatchNorm in training mode, couples its samples."""
+        if self.is_coupled:
+            return False
         coupling = coupling_modules(*self.roots)
         return not any(map(is_scripted, coupling.values())) if self.batch_norm != "refuse" else not coupling
 

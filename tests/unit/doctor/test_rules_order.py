@@ -47,7 +47,7 @@ def test_zero_grad_missing_fires_where_every_second_step_uses_gradients_again() 
             net(x).abs().mean().backward()
             optimizer.step()
     (one,) = (each for each in diagnose(doctor.run) if each.name == "ZERO_GRAD_MISSING")
-    assert "at 8 steps of 8 behind it" in one.message
+    assert "at 8 steps of the 8 behind it" in one.message
 
 
 def test_zero_grad_missing_fires_as_a_warning_for_a_part_of_the_parameters() -> None:

@@ -41,7 +41,7 @@ def zero_grad_missing(run: Run, *, steps: float = Limit(3, "in a row, without th
         if len(row) >= steps:
             yield _not_cleared(run, one, row, "in a row")
         elif len(every_time) >= steps and 2 * len(every_time) > (of := _steps_behind(one, every_time[0][1])):
-            yield _not_cleared(run, one, every_time, f"of {of} behind it")
+            yield _not_cleared(run, one, every_time, f"of the {of} behind it")
         else:
             yield from _closure_clears_nothing(run, one)
 
@@ -304,10 +304,16 @@ def _twice_in(window: Window) -> tuple[Backward, Backward] | tuple[()] | None:
         return None
     for place, (one, other) in enumerate(pairwise(map(mean, losses))):
         first, second = lines[place][0], lines[place + 1][0]
-        overlap = first.touched and second.touched and first.touched & second.touched
-        if one and overlap and math.isclose(one, other, rel_tol=_ROUNDING):
+        is_alike = first.touched and first.touched == second.touched
+        is_alike = is_alike and _weight(lines[place]) == _weight(lines[place + 1])
+        if one and is_alike and math.isfinite(one) and math.isclose(one, other, rel_tol=_ROUNDING):
             return first.fact, second.fact
     return ()
+
+
+def _weight(backs: list[Pass]) -> float:
+    """The sum of what was passed as ``gradient=``, which the value does not show; that of micro-batches is 1."""
+    return round(sum(back.fact.weight for back in backs), 6)
 
 
 def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:

@@ -1,0 +1,78 @@
+"""A batch that can't be split runs whole where the budget holds that, and is refused where it does not.
+
+How it could be silently wrong: the whole batch would take more than the budget; the step would be taken twice, or with
+other random numbers; a plan that splits would be made again for the next batch.
+"""
+
+import copy
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+from planning_referee import alive_in, peak_of
+
+BATCH = {"x": torch.randn(128, 16), "y": torch.randn(128, 16)}
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
+    return nn.Sequential(*layers).double()
+
+
+def contrastive(model: Any, batch: Any) -> torch.Tensor:
+    time.sleep(2e-6 * len(batch["x"]) ** 2)  # the more micro-batches, the faster
+    one, other = F.normalize(model(batch["x"].double()), dim=1), F.normalize(batch["y"].double(), dim=1)
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+
+def needed_whole() -> int:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, contrastive, optimizer)
+    step(BATCH)
+    return peak_of(lambda: step(BATCH), alive_in(model, [optimizer], BATCH))
+
+
+@pytest.mark.parametrize("percent", [110, 75])
+def test_what_can_not_be_split_runs_whole_within_the_budget(percent: int) -> None:
+    budget, model = needed_whole() * percent // 100, model_of()
+    other = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    step = anybatch.TrainStep(model, contrastive, optimizer, memory=budget)
+    torch.manual_seed(1)
+    with pytest.warns(anybatch.AnyBatchWarning, match="the batch runs whole, which the budget allows, since in micro"):
+        out = step(BATCH)
+    assert (out.micro_batches, step.updates) == (1, 1)
+    assert out.plan is not None
+    assert out.plan.peak_bytes <= budget
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(BATCH)
+        smaller = step({name: leaf[:100] for name, leaf in BATCH.items()})
+    assert smaller.micro_batches == 1
+    torch.manual_seed(1)
+    for batch in (BATCH, BATCH, {name: leaf[:100] for name, leaf in BATCH.items()}):
+        plain.zero_grad()
+        torch.autograd.backward(contrastive(other, batch))
+        plain.step()
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert peak_of(lambda: step(BATCH), alive_in(model, [optimizer], BATCH)) <= budget
+
+
+def test_what_fits_neither_way_is_refused_as_before() -> None:
+    model = model_of()
+    weights = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, contrastive, optimizer, memory=needed_whole() // 3)
+    for _ in range(2):
+        with pytest.raises(anybatch.NotSplittable, match="in micro-batches the gradient"):
+            step(BATCH)
+    assert step.updates == 0
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
