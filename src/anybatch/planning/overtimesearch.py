@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
 _ATTEMPTS = 4  # lengths with all samples at once, before those with the least memory
-_AROUND = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0)  # of the length that is predicted to hold the least, what is looked at
+_AROUND = (1.0, 0.5, 2.0, 0.25, 0.7, 1.4)  # of the length that is predicted to hold the least, what is looked at
+_FOR_REAL = 3  # of them, where each takes a run
 _LESS = 0.9  # of a length is tried after one whose trace showed more bytes than were predicted
 
 
@@ -219,7 +220,7 @@ class ChunkSearch(Search):
         """The length around the one that is predicted with which a single sample holds the least."""
         held: dict[int, int] = {}
         self.profiles.is_last = False  # of them
-        for factor in _AROUND:
+        for factor in _AROUND if self.profiles.is_fake else _AROUND[:_FOR_REAL]:
             length = min(shape.lengths, key=lambda one: abs(one - factor * shape.best))
             with contextlib.suppress(TooLarge):
                 held[length] = self._held(Chunks(length, self._state_bytes), rows=1)

@@ -133,7 +133,7 @@ class Tape(SafeMode):
         return super().stop()
 
     def called(self, rows: int, is_row: bool) -> None:
-        """Is told of the rows of another call: one of a few rows before it, as of what acts, was on no batch."""
+        """Notes the rows of another call: one of a few rows before it, as of what acts, was on no batch."""
         if not self.losses and self._acts() and rows >= LEAST_ROWS and not is_row:
             self.acted, self.rows, self.is_row = self.rows, rows, False
 
