@@ -21,7 +21,7 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.reserved import held_on
 from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
-from anybatch.planning.subjects import Subject
+from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
@@ -125,7 +125,7 @@ class Planner:
         found = self._stable(lambda: self._planned(budget, race), budget)
         if self._searches[0].profiles.is_fake:
             return found
-        return replace(found, smallest_bytes=self._confirmed(found.smallest_bytes))
+        return replace(found, smallest_bytes=min(budget, self._confirmed(found.smallest_bytes)))
 
     def _least_for_real(self) -> int | None:
         """The smallest budget in which the smallest micro-batches run for real; ``None`` if nobody knows."""
@@ -140,7 +140,8 @@ class Planner:
     def _confirmed(self, least: int) -> int:
         """The smallest budget of a step that runs for real, of which fewer sizes may run within less."""
         for _ in range(_ATTEMPTS):
-            wanted = type(self)(self.subject, self.target, allow=self._allow).least_budget(least)
+            unknown = replace(self.subject, behaviour=Behaviour())  # as for the first plan of a process
+            wanted = type(self)(unknown, self.target, allow=self._allow).least_budget(least)
             if wanted <= least:
                 break
             least = wanted
