@@ -39,7 +39,8 @@ class Walk(Fact):
     advantages: tuple[tuple[int, ...], ...] = ()
     # An accidental broadcast: a tensor of shape ``(N, 1)`` or ``(N,)``, N the rows of the batch, is subtracted from or
     # multiplied with a constant to give ``(N, N)``, and only elementwise operations, means and sums follow up to the
-    # loss. The shape of that tensor; empty if there is none.
+    # loss. Or values are scored by as many distributions each, and no more than the mean or sum of all scores is taken.
+    # The shape of that tensor, or of the distributions; empty if there is none.
     spread: tuple[int, ...] = ()
     # pairs of names such as ``("relu", "mse_loss")``: an activation, and the regression loss that it feeds directly
     activated: tuple[tuple[str, str], ...] = ()

@@ -171,7 +171,7 @@ class Drawn(Placed):
 
 @fact("scored")
 class Scored(Placed):
-    """``log_prob`` gave a value with a gradient: recorded once per class of distribution and width."""
+    """``log_prob`` gave a value with a gradient: once per class of distribution, width and whether crossed."""
 
     distribution: str = ""  # the name of the distribution's class
     width: int = 1  # the size of the last dim of the value; 1 if it has no dims

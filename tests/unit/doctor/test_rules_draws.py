@@ -256,6 +256,45 @@ def test_values_that_have_the_shape_of_their_distributions_are_not(kind: str) ->
     assert "LOSS_BROADCAST" not in {one.name for one in doctor.findings}
 
 
+OF_MATRICES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "mixture": lambda policy, y, scores: -scores.logsumexp(0).mean(),
+    "leave one out": lambda policy, y, scores: -scores.masked_fill(torch.eye(24).bool(), -9.0).logsumexp(1).mean(),
+    "contrast": lambda policy, y, scores: F.cross_entropy(scores, torch.arange(24)),
+    "bound": lambda policy, y, scores: scores.mean() - 2 * policy.log_prob(y[:, None]).mean(),
+    "bound by rows": lambda policy, y, scores: (scores.mean(1) - 2 * scores.diagonal()).mean(),
+    "weights of pairs": lambda policy, y, scores: -(scores.detach().softmax(0) * scores).sum() / 24,
+}
+
+
+@pytest.mark.parametrize("kind", OF_MATRICES)
+def test_values_that_every_distribution_scores_on_purpose_are_not(kind: str) -> None:
+    net, scale = nn.Linear(1, 1), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([*net.parameters(), scale], lr=1e-2)
+    with Doctor() as doctor:
+        for _ in range(4):
+            x = torch.randn(24, 1)
+            y = (x + 0.3 * torch.randn(24, 1)).squeeze(1)
+            policy: Any = Normal(net(x), scale.exp())
+            optimizer.zero_grad()
+            OF_MATRICES[kind](policy, y, policy.log_prob(y)).backward()
+            optimizer.step()
+    assert "LOSS_BROADCAST" not in {one.name for one in doctor.findings}
+
+
+def test_values_in_a_column_whose_scores_are_weighed_by_rewards_are_told() -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    with Doctor() as doctor:
+        for _ in range(4):
+            policy: Any = Categorical(logits=net(torch.randn(24, 6)))
+            action = policy.sample()
+            gained = policy.log_prob(action[:, None]) * (action == 1).float()
+            optimizer.zero_grad()
+            (-gained.mean() - 0.01 * policy.entropy().mean()).backward()
+            optimizer.step()
+    assert "LOSS_BROADCAST" in {one.name for one in doctor.findings}
+
+
 def test_draws_are_the_same_as_without_a_doctor() -> None:
     def drawn() -> list[Tensor]:
         torch.manual_seed(3)

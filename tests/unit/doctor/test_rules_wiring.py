@@ -53,6 +53,33 @@ def test_opt_param_missing_fires_on_a_group_that_an_iterator_left_empty(used_up:
     assert [one.evidence["group"] for one in found] == [0] * (used_up and again)
 
 
+@pytest.mark.parametrize(("trained", "goes_on"), [(False, True), (True, False), (True, True)])
+def test_opt_param_missing_is_quiet_on_an_empty_group_of_another_net(trained: bool, goes_on: bool) -> None:
+    """One without biases has nothing in the group that has no weight decay."""
+    built = RunBuilder()
+    first, second = built.model(variable="encoder"), built.model(root=1, variable="critic")
+
+    def made(number: int, decayed: tuple[int, ...], others: tuple[int, ...]) -> None:
+        built.groups[number] = (*decayed, *others)
+        groups = tuple(GroupFacts(parameters=one, lr=0.1) for one in (decayed, others))
+        facts = OptimizerFacts(optimizer=number, variable=f"opt{number}", cls="Adam", groups=groups)
+        built.add(dataclasses.replace(facts, file="train.py", line=8 + number))
+
+    def step(*numbers: int) -> None:
+        for _ in range(6):
+            built.clear(numbers[0])
+            built.backward([*first, *second] if 1 in numbers else first)
+            for number in numbers:
+                built.step(number, with_grad=2)
+
+    made(0, first[::2], first[1::2])
+    if trained:
+        step(0)
+    made(1, second, ())
+    step(*((1, 0) if goes_on else (1,)))
+    assert not [one for one in findings(built, "OPT_PARAM_MISSING") if "made anew" in one.message]
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_opt_param_missing_fires_on_nets_whose_optimizers_were_all_given_the_first_one(given: bool) -> None:
     built = RunBuilder()

@@ -174,7 +174,7 @@ def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of so
             evidence = {"calls": len(wrong)}
             yield _compared(call.function, _model(run, call), call.input_shape, call.target_shape, call, evidence)
             return
-    found = list(_by_hand(run, graphs)) or list(_of_density(run))
+    found = list(_of_density(run, graphs)) or list(_by_hand(run, graphs))
     yield from found
     for one in run.of(Evaluated) if not found else ():
         inputs, targets = one.shapes if len(one.shapes) == 2 else ((), ())
@@ -238,10 +238,13 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
         return
 
 
-def _of_density(run: Run) -> Iterator[Found]:
+def _of_density(run: Run, least: float) -> Iterator[Found]:
     """Values in a column whose density is asked of as many distributions in a row, or the other way round."""
     for one in (one for one in run.of(Scored) if len(one.crossed) == 2):
         value, batch = one.crossed
+        walks = [walk for walk in run.of(Walk) if walk.spread == batch]
+        if len(walks) < least:
+            continue  # a mixture or a kernel density takes the scores of each row together
         result = _joined(value, batch)
         yield Found(
             text=f"{one.distribution}.log_prob gets values of shape {value}, and its distributions have shape {batch}: "

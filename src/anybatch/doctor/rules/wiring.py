@@ -224,17 +224,26 @@ def opt_param_missing(
 
 
 def _emptied(run: Run) -> Iterator[Found]:
-    """A group without parameters, where the optimizer that was replaced had some, which get gradients all the same."""
+    """A group without parameters, where the optimizer that was replaced had some, which get gradients all the same.
+
+    The rest of their net goes on training: else the new optimizer is one of another net, which may have none of a kind.
+    """
     made = sorted(run.optimizers.values(), key=lambda one: one.optimizer)
     for old, new in itertools.pairwise(made):
         places = [place for place, group in enumerate(new.groups) if not group.parameters]
         if len(old.groups) != len(new.groups) or not places or len(places) == len(new.groups):
             continue
-        kept = {number for one in made[made.index(new) :] for group in one.groups for number in group.parameters}
-        had = [number for place in places for number in old.groups[place].parameters if number not in kept]
+        if not any(one.optimizer == old.optimizer and one.at < new.at for one in run.of(Stepped)):
+            continue  # it had not trained, so that it was not replaced
+        going = {one.optimizer for one in made[made.index(new) :]}
+        going |= {one.optimizer for one in run.of(Stepped) if one.at > new.at}
+        held = {n for one in made if one.optimizer in going for group in one.groups for n in group.parameters}
+        had = [number for place in places for number in old.groups[place].parameters if number not in held]
         later = frozenset[int]().union(*(one.touched or () for one in passes(run) if one.fact.at > new.at))
-        left = [number for number in had if number in later]
-        if left:
+        left = [number for number in had if number in later and number in run.parameters]
+        nets = {run.parameters[number].root for number in left}
+        rest = {number for group in old.groups for number in group.parameters if number in run.parameters} - {*had}
+        if left and all(number in held for number in rest if run.parameters[number].root in nets):
             names = names_of(run, left)
             yield Found(
                 text=f"Group {places[0]} of {OptimizerView(run, new.optimizer)}, made anew{near(new)}, has no "

@@ -11,6 +11,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.samples.lossgraphs import SCORES
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Drawn, Scored
 
@@ -36,7 +37,7 @@ class Draws:
         self._recording = recording
         self._pending: list[_Draw] = []
         self._found: list[Drawn] = []
-        self._scored: set[tuple[str, int]] = set()
+        self._scored: set[tuple[str, int, bool]] = set()
         self.receivers: set[int] = set()  # ids of modules that were given a draw
         self._followed: set[type] = {object}
 
@@ -69,13 +70,11 @@ class Draws:
         return look
 
     def _scoring(self) -> Callable[..., Any]:
-        seen, score = self._scored, self._recording.guarded(self._score)
+        score = self._recording.guarded(self._score)
 
         def look(result: Any, distribution: Any, value: Any, *_: Any, **__: Any) -> None:
             if isinstance(value, torch.Tensor) and getattr(result, "requires_grad", False):
-                key = type(distribution).__name__, width_of(value)
-                if key not in seen:
-                    score(key, value, distribution)
+                score(result, value, distribution)
 
         return look
 
@@ -89,10 +88,16 @@ class Draws:
             result_of = (lambda: result) if result.numel() <= _MOST_ENTRIES else weakref.ref(result)
             self._pending = [*known, _Draw(result_of, type(distribution).__name__, file, line)]
 
-    def _score(self, key: tuple[str, int], value: torch.Tensor, distribution: Any) -> None:
-        self._scored.add(key)
-        (file, line), crossed = user_place(2), _crossed(value, distribution)
-        self._recording.emit(Scored(distribution=key[0], width=key[1], crossed=crossed, file=file, line=line))
+    def _score(self, result: torch.Tensor, value: torch.Tensor, distribution: Any) -> None:
+        crossed = _crossed(value, distribution)
+        node: Any = result.grad_fn
+        if node is not None:
+            node.metadata[SCORES] = crossed[1] if crossed else ()
+        key = type(distribution).__name__, width_of(value), bool(crossed)
+        if key not in self._scored:
+            self._scored.add(key)
+            file, line = user_place(2)
+            self._recording.emit(Scored(distribution=key[0], width=key[1], crossed=crossed, file=file, line=line))
 
     def given(self, module: torch.nn.Module, name: str, root: int, args: Any) -> None:
         """Is told what a module was called with."""

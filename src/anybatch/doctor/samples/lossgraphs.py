@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, following, nodes_of, summands
+from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, following, nodes_of, raw_saved, summands
 
 _MOST_TERMS = 8
 _MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
 _MOST_TOP = 6
+SCORES = "anybatch.doctor.scores"
+"""Marks what ``log_prob`` gave: the shape of the distributions where each scores all of as many values, else empty."""
+
 SOFTMAXES = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0"})
 _PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
 _LOGARITHMIC = (
@@ -131,14 +134,16 @@ def _is_bootstrapped(node: Any, names: Mapping[Any, str]) -> bool:
     return names.get(node) == "AddBackward0" and len(before) == 2 and len(real) == 1 and names.get(real[0]) in SCALING
 
 
-def spread(start: Any, rows: int) -> tuple[int, ...]:
+def spread(start: Any, rows: int, scored: Mapping[Any, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape, ``(N, 1)`` or ``(N,)``, of what a constant is spread over below a loss to ``(N, N)``; else empty.
 
     Only operations that take entry by entry, and means and sums, lie between it and the loss, so that each row of the
-    batch is compared with each other one.
+    batch is compared with each other one. What ``averaged`` looks at is left to it.
     """
     nodes = dict.fromkeys([start])
     for node in (waiting := list(nodes)):
+        if scored.get(node):
+            continue
         name, before = node.name(), following(node)
         real = [after for after in before if after is not None]
         if name in _PAIRING and len(before) == 2 and len(real) == 1 and rows > 1 and shape_of(node) == (rows, rows):
@@ -149,6 +154,33 @@ def spread(start: Any, rows: int) -> tuple[int, ...]:
             waiting.extend(after for after in real if after not in nodes)
             nodes.update(dict.fromkeys(real))
     return ()
+
+
+def averaged(start: Any, scored: Mapping[Any, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of distributions that score each of as many values, of which a summand is the mean or sum; else empty.
+
+    A mixture, a kernel density and a bound of mutual information take rows of such scores, weigh each pair, or have
+    the scores of pairs that belong together beside them: that is meant.
+    """
+    for part in summands(start) if scored and all(scored.values()) else ():
+        node = following(part)[0] if part is not None and part.name() in SUMMING else None
+        while node is not None and node not in scored:
+            real = [after for after in following(node) if after is not None]
+            fits = node.name() in SCALING and len(real) == 1 and not _weighs_pairs(node)
+            node = real[0] if fits else None
+        if node is not None:
+            return scored[node]
+    return ()
+
+
+def _weighs_pairs(node: Any) -> bool:
+    """Whether a product or quotient has a constant for each entry, or one that hooks have packed."""
+    for _, entry in raw_saved(node):
+        if getattr(entry, "unpack_hook", node) is not None:
+            return True
+        if entry.data is not None and tuple(entry.data.shape) == shape_of(node):
+            return True
+    return False
 
 
 def top(start: Any) -> tuple[str, ...]:

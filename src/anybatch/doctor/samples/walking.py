@@ -33,6 +33,7 @@ class _Seen:
     leaves: list[torch.Tensor] = field(default_factory=list)  # tensors that a gradient would be put on
     old: list[tuple[Any, int]] = field(default_factory=list)  # nodes of an earlier step, with that step
     again: int = 0  # how many nodes an earlier graph of this step had
+    scored: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # nodes of log-probabilities, see ``SCORES``
 
 
 class Walker:
@@ -79,7 +80,7 @@ class Walker:
                 if {*(own := reach(one))} - {*(scored := reach(other))} and {*scored} - {*own}
                 if logs or not {*own} & {*scored}
             ),
-            spread=lossgraphs.spread(loss.grad_fn, rows),
+            spread=lossgraphs.averaged(loss.grad_fn, seen.scored) or lossgraphs.spread(loss.grad_fn, rows, seen.scored),
             activated=tuple(lossgraphs.activated(seen.nodes, seen.names)),
         )
 
@@ -108,6 +109,8 @@ class Walker:
                 made, last = marks.get(_MET, (step, -1))
                 marks[_MET] = made, step
                 seen.again += last == step
+                if lossgraphs.SCORES in marks:
+                    seen.scored[node] = marks[lossgraphs.SCORES]
                 if made < step:
                     seen.old.append((node, made))
         return seen
