@@ -1,5 +1,6 @@
 """Terms of a loss: one that is left, one that is minimised beside another, a sample among its own negatives."""
 
+import ast
 import functools
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask import source
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
 
 __all__ = ["nothing_was_compiled"]
@@ -244,3 +246,56 @@ def test_labels_that_are_compared_with_themselves_one_by_one_are_told(
     same: Callable[[torch.Tensor], torch.Tensor], expected: str
 ) -> None:
     assert answer(lambda: steps(nn.Linear(6, 8), supervised(same)), "itself") == expected
+
+
+@pytest.mark.parametrize(("place", "expected"), [("unread", True), ("read", False), ("elsewhere", False)])
+def test_a_penalty_beside_the_backward_of_a_loss_that_a_function_computes_is_told(place: str, expected: bool) -> None:
+    """And none that is read, or that a function of its own measures, of which nothing goes back."""
+    net, x, y = nn.Linear(6, 3), torch.randn(ROWS, 6), torch.randint(0, 3, (ROWS,))
+    seen = []
+
+    def compute() -> torch.Tensor:
+        return F.cross_entropy(net(x), y)
+
+    def measure() -> None:
+        size = next(net.parameters()).abs().mean()  # noqa: F841
+
+    def learn(optimizer: torch.optim.Optimizer) -> None:
+        loss = compute()
+        penalty = next(net.parameters()).abs().mean()  # noqa: F841
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def learn_and_look(optimizer: torch.optim.Optimizer) -> None:
+        loss = compute()
+        if place == "elsewhere":
+            measure()
+        penalty = next(net.parameters()).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(float(penalty))
+
+    def script() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            (learn if place == "unread" else learn_and_look)(optimizer)
+
+    found = [one.evidence["name"] for one in asked(script, "unread field")]
+    assert found == (["penalty"] if expected else [])
+
+
+def test_functions_of_a_file_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of many functions is not walked again for each line of a step."""
+    source._functions.cache_clear()
+    tree = ast.parse("\n".join(f"def f{k}(x):\n    a{k} = x.mean()" for k in range(300)))
+    walks: list[ast.AST] = []
+
+    def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+        walks.append(node)
+        return tuple(ast.walk(node))
+
+    monkeypatch.setattr(source, "walked", walked)
+    assert len([name for line in range(1, 601) for name in source.unread_at(tree, line)]) == 300
+    assert walks.count(tree) == 1

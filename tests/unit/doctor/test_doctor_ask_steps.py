@@ -392,24 +392,50 @@ def test_a_reward_that_makes_its_action_less_likely_is_told(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sign", "weights", "expected"), [(-1, 3.0, "no"), (1, 3.0, "yes"), (1, -3.0, "unknown"), (1, 0.0, "unknown")]
-)
-def test_numbers_that_weigh_log_probabilities_are_rewards_where_none_is_negative(
-    sign: int, weights: float, expected: str
+    ("of", "sign", "weights", "expected"),
+    [("its own", -1, 3.0, "no"), ("its own", 1, 3.0, "no"), ("its own", 1, -3.0, "unknown"),
+     ("its own", 1, 0.0, "unknown"), ("the data", 1, 3.0, "unknown"), ("the data", -1, 3.0, "unknown"),
+     ("itself with a graph", 1, 3.0, "unknown"), ("another net", -1, 3.0, "unknown")],
+)  # fmt: skip
+def test_numbers_that_weigh_log_probabilities_of_draws_are_rewards_or_costs(
+    of: str, sign: int, weights: float, expected: str
 ) -> None:
-    """Whatever their name is; a mask weighs nothing, and costs may be negative rewards."""
+    """Whatever their name is; a mask weighs nothing, and what weighs data, or a sample with a graph, is no reward."""
+
+    def train() -> None:
+        net, other = nn.Linear(6, 3), nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x, of_each = torch.randn(ROWS, 6), torch.tensor([weights * one for one in range(ROWS)])
+            means, teacher = net(x), torch.distributions.Normal(other(x), 1.0)
+            density = torch.distributions.Normal(means, 1.0)
+            values: dict[str, Any] = {
+                "its own": density.sample,
+                "the data": lambda: torch.randn(ROWS, 3),
+                "itself with a graph": lambda: density.rsample() + 0.1,  # noqa: B023
+                "another net": teacher.sample,
+            }
+            density_error = density.log_prob(values[of]()).sum(1)
+            optimizer.zero_grad()
+            (sign * (density_error * of_each).mean()).backward()
+            optimizer.step()
+
+    assert answer(train, "rewarded") == expected
+
+
+def test_a_word_that_ends_like_a_ratio_is_no_ratio() -> None:
+    """As in a duration that is weighed with what is called as returns are."""
 
     def train() -> None:
         net = nn.Linear(6, 3)
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(4):
-            drawn = torch.distributions.Categorical(logits=net(torch.randn(ROWS, 6)))
-            logp, of = drawn.log_prob(drawn.sample()), torch.tensor([weights * one for one in range(ROWS)])
+            duration, G = net(torch.randn(ROWS, 6)).square(), torch.rand(ROWS, 3)  # noqa: N806
             optimizer.zero_grad()
-            (sign * (logp * of).mean()).backward()
+            (duration * G).mean().backward()
             optimizer.step()
 
-    assert answer(train, "rewarded") == expected
+    assert answer(train, "rewarded") == "unknown"
 
 
 SAVED = "{{'opt': opt.state_dict(), 'sched': sched.state_dict()}}\nopt.load_state_dict(ckpt['opt'])\n{}"

@@ -475,6 +475,27 @@ def test_a_direction_of_a_recurrent_layer_that_nothing_reads_is_told(read: str, 
         silent(run, "GRAPH_CUT")
 
 
+@pytest.mark.parametrize(("unread", "layers"), [("no loss", 1), ("no loss", 2), ("the last layer", 2)])
+def test_a_recurrent_layer_of_a_loss_that_counts_for_nothing_yet_is_not_told(unread: str, layers: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out, self.next = nn.GRU(8, 16, layers, batch_first=True), nn.Linear(8, 5), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made, states = self.rnn(x[:, None].expand(-1, 6, -1))
+            weight = 0.0 if unread == "no loss" else 1.0
+            read = made if unread == "no loss" else states[0]
+            result: torch.Tensor = self.out(x) + weight * self.next(read).mean()
+            return result
+
+    run = of(lambda: train(Net(), lambda step: (X[:64], Y[:64]), 30))
+    if unread == "no loss":
+        silent(run, "GRAPH_CUT")
+    else:
+        assert len(fires(run, "GRAPH_CUT", "warning").place.parameters) == 4
+
+
 class Wasted(nn.Module):
     """A layer is called in each step, and what it gives is left."""
 

@@ -121,16 +121,15 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
 
 def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a step computes a loss, or a mean, with a graph and gives it a name that nothing reads."""
-    for tape in kept.tapes.values():
-        needed = set[Slot]().union(*(slots_of(tape, one) for one in tape.losses))
+    for tape, end in ((one, one.losses[-1]) for one in kept.tapes.values() if one.losses):
+        parts = [slots_of(tape, one) for one in tape.losses]
+        needed, last = set[Slot]().union(*parts), parts[-1]  # those before may be of weights that are tried out
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
-        last = slots_of(tape, tape.losses[-1]) if tape.losses else set()  # others may be of weights that are tried out
-        used = {(one.file, one.line) for one in tape.operations if last & set(one.outs)}
-        for file, line in dict.fromkeys((one.file, one.line) for one in idle):
-            tree = tree_of(file)
-            scope = None if tree is None else _scope_at(tree, line)  # a part of a loss is made beside the others
-            is_beside = tree is not None and any(at == file and _scope_at(tree, other) is scope for at, other in used)
-            for name in unread_at(tree, line) if tree is not None and is_beside else ():
+        trees = {file: tree for file in {one.file for one in idle} if (tree := tree_of(file)) is not None}
+        used = {(end.file, end.line), *((one.file, one.line) for one in tape.operations if last & {*one.outs})}
+        beside = {_scope_at(trees[file], line) for file, line in used if file in trees}  # with other parts of the loss
+        for file, line in dict.fromkeys((one.file, one.line) for one in idle if one.file in trees):
+            for name in unread_at(trees[file], line) if _scope_at(trees[file], line) in beside else ():
                 seen = {"name": name, "kind": "term"}
                 yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=seen)
 
@@ -153,10 +152,13 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
 
 def _scope_at(tree: ast.Module, line: int) -> ast.AST:
     """The innermost function around a line, or the whole file."""
-    inside = [
-        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
-    ]
+    inside = [one for one in _functions(tree) if one.lineno <= line <= (one.end_lineno or 0)]
     return max(inside, key=lambda one: one.lineno, default=tree)
+
+
+@functools.lru_cache(maxsize=8)
+def _functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    return tuple(one for one in walked(tree) if isinstance(one, _FUNCTIONS))
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -220,7 +222,7 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
             read, line = _read(one), one.lineno
             keeps = any(_name_called(each) in _KEEPING or _is_put_in_its_place(each) for each in walked(one))
         elif isinstance(one, ast.ListComp) and len(one.generators) == 1:
-            read, line, keeps = _loaded(one.elt), one.lineno, True
+            read, line, keeps = frozenset(_loaded(one.elt)), one.lineno, True
         else:
             continue
         names = _batch_of(one.target if isinstance(one, ast.For) else one.generators[0].target)
@@ -342,7 +344,8 @@ def _unpacked(scope: Any) -> Iterator[tuple[str, int]]:
                 yield target.id, target.lineno
 
 
-def _read(scope: Any) -> set[str]:
+@functools.lru_cache(maxsize=64)
+def _read(scope: Any) -> frozenset[str]:
     """Names that something reads which is more than a name that nothing reads itself."""
     uses: dict[str, set[str]] = {}
     waiting: list[str] = []
@@ -358,7 +361,7 @@ def _read(scope: Any) -> set[str]:
             if name not in found:
                 found.add(name)
                 waiting.append(name)
-    return found
+    return frozenset(found)
 
 
 def _pairs(statement: Any) -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot
+from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, said, slots_of
+from anybatch.doctor.ask.tape import Loss, Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import Scored
@@ -24,7 +24,7 @@ _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _SCALING = _BETWEEN | {"div", "mul", "add", *_HIDING}
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
 _MOSTLY = 0.9  # of the tokens: some padding is a token, too
-_SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
+_SCORED = re.compile(r"log_?p|\blps?\b|(?<![a-z])ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _FEW, _FAR, _VANISHED = 16, 50.0, 1e-3  # entries of weights, how far they are moved, and what is left of the loss
@@ -171,6 +171,7 @@ def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
 def rewarded(step: Step) -> Iterator[Probed]:
     """Whether a step makes what was rewarded less likely: the loss rises with a log-probability times its reward."""
     found: list[tuple[float, Operation]] = []
+    costs: list[Operation] = []
     for operation in step.operations:
         text, given = _right(operation), operation.given
         is_product = operation.kind == "mul" and operation.grad and operation.outs and len(given) == 2
@@ -182,17 +183,19 @@ def rewarded(step: Step) -> Iterator[Probed]:
             found.append((of_ratio, operation))
             continue
         toward = _toward_rewards(step, operation)
-        is_rewarded = _REWARD.search(text) or _are_weights(step, operation)
-        if not toward and (not _SCORED.search(text) or not is_rewarded):
+        is_named = bool(toward or (_SCORED.search(text) and _REWARD.search(text)))
+        if not is_named and not _weighs_draws(step, operation):
             continue
         (slope,) = step.slopes(operation.outs[0])
         if slope is not None and bool(slope.any()):
             sign = (toward or 1) * _sign(step, given[0]) * _sign(step, given[1])
             found.append((float(slope.sum()) * sign, operation))
+            costs += [] if is_named else [operation]  # rewards or costs: which of them is not known
     if not found:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
-    yield said(operation, answer="yes" if rises > 0 else "no", slope=rises, products=len(found))
+    is_wrong = rises > 0 and operation not in costs
+    yield said(operation, answer="yes" if is_wrong else "no", slope=rises, products=len(found))
 
 
 @asks("past sums", of_rows=False)
@@ -335,14 +338,18 @@ def names_rewards(step: Step) -> bool:
     return any(_REWARD.search(_right(one)) for one in step.tape.operations if one.grad)
 
 
-def _are_weights(step: Step, product: Operation) -> bool:
-    """Whether what weighs log-probabilities was given for each of them, and is never negative, as returns may be."""
+def _weighs_draws(step: Step, product: Operation) -> bool:
+    """Whether given numbers, none of them negative, weigh log-probabilities of what was drawn with these."""
     fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
-    of, is_scored = step.values[fixed], any(True for _ in step.run.of(Scored))
+    of = step.values[fixed]
     is_given = step.made_of(fixed).isdisjoint(step.parameters) and of.shape == step.values[trained].shape
-    return (
-        is_scored and is_given and of.is_floating_point() and bool((of >= 0).all()) and len(of.unique()) > 2
-    )  # no mask
+    if not is_given or not of.is_floating_point() or bool((of < 0).any()) or len(of.unique()) < 3:  # a mask
+        return False
+    made = step.made_of(trained)
+    draws = [one for one in step.operations if one.drawn is not None and made & set(one.outs) and not one.grad]
+    scoring = slots_of(step.tape, Loss(trained, step.loss.before, "", 0), but=draws)
+    of_net = scoring & {slot for slot, one in step.parameters.items() if one.requires_grad}
+    return any(step.made_of(one.outs[0]) & of_net for one in draws) and any(True for _ in step.run.of(Scored))
 
 
 def _toward_rewards(step: Step, product: Operation) -> int:

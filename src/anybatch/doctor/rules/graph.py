@@ -1,7 +1,7 @@
 """Rules of the family graph: parameters that no loss reaches because their way is cut."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -210,7 +210,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     others = any(one in optimized(run) and all(grads) for one, grads in seen.items())
     back = next((one for one in run.of(Backward) if one.function == "backward"), None)
     if not ops and others and back is not None:
-        yield from _recurrent(run, zero, len(seen[zero[0]]) if zero else 0, back)
+        yield from _recurrent(run, seen, zero, back)
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
     names, op = names_of(run, zero), ops[0]
@@ -234,16 +234,19 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     )
 
 
-def _recurrent(run: Run, zero: list[int], samples: int, back: Backward) -> Iterator[Found]:
+def _recurrent(run: Run, seen: Mapping[int, Sequence[float]], zero: list[int], back: Backward) -> Iterator[Found]:
     """Recurrent layers of whose weights from step to step, or of all in a direction, no loss is made."""
-    of = {one: run.parameters[one].name.rpartition(".")[2] for one in zero}
-    part = {one: (run.parameters[one].root, run.parameters[one].module, of[one].rpartition("_l")[2]) for one in zero}
-    once = [one for one in zero if "weight_hh_l" in of[one]]
-    without_input = {part[one] for one in zero if "weight_ih_l" in of[one]} & {part[one] for one in once}
-    if without_input:
-        yield _of_no_step(run, [one for one in zero if part[one] in without_input], samples, back)
+    of = {one: run.parameters[one].name.rpartition(".")[2] for one in seen}
+    part = {one: (run.parameters[one].root, run.parameters[one].module, of[one].rpartition("_l")[2]) for one in seen}
+    still = {part[one] for one in zero if "weight_ih_l" in of[one]}
+    read = {part[one][:2] for one, grads in seen.items() if any(grads) and "weight_ih_l" in of[one]}
+    once = [one for one in zero if "weight_hh_l" in of[one] and part[one] not in still]
+    # a layer of which nothing is read may be one whose loss counts for nothing yet
+    unread = [one for one in zero if part[one] in still and part[one][:2] in read]
+    if unread:
+        yield _of_no_step(run, unread, len(seen[unread[0]]), back)
     elif once:
-        yield _of_one_step(run, once, samples, back)
+        yield _of_one_step(run, once, len(seen[once[0]]), back)
 
 
 def _of_no_step(run: Run, unread: list[int], samples: int, back: Backward) -> Found:
