@@ -62,9 +62,10 @@ def read_budget(memory: Any) -> int | float | None:
         if share is not None and 0 < (part := float(share[1]) / (100 if share[2] else 1)) <= 1:
             return part
         try:
-            return _enough(memory, parse_bytes(memory))
+            count = parse_bytes(memory)
         except ValueError as error:
             raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as '50%'") from None
+        return _enough(memory, count)
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
     if isinstance(memory, int):

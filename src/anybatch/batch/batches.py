@@ -127,6 +127,7 @@ class Splittable:
         # whether micro-batches are copies, for a loss that writes into its batch and may run again
         self.is_copied = False
         self.are_arrays_copied = False  # of NumPy, to which a write is not seen
+        self.noted: Writes | None = None  # what an attempt that runs may have written to
         self.collate, self.broadcast = collate, broadcast
         self.layouts: list[Layout] = []  # one for each batch; empty for raw samples
         # why a batch can't be split and runs whole; ``None`` if all can be split

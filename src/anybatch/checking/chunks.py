@@ -23,7 +23,7 @@ from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
 from anybatch.update.passes import Task
-from anybatch.update.transaction import Failure
+from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
             try:
                 found = trial.isolated(cut, lambda own: _found(own, loss, length, other))
             except Exception as error:
-                if loss.mode == "exact" and is_own(error) and not isinstance(error, (AnyBatchError, OverBudget)):
+                is_other = isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error)
+                if loss.mode == "exact" and is_own(error) and not is_other:
                     return replace(proof, outcome="not exact"), unexplained(difference.error, error)
                 raise
             if found is None:

@@ -1,6 +1,7 @@
 """What was proved so far, so that it is proved once; what proves it is imported when it is first needed."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import Constant, Rows
 from anybatch.batch.trees import flat, leaves
+from anybatch.batch.writes import Writes
 from anybatch.errors import warn
 from anybatch.interception import trial
 from anybatch.loss.sums import Sums, values_of
@@ -89,8 +91,6 @@ class Proofs:
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
-        if isinstance(own := task.splittable.collate, functools.partial) and own.func == self._collated:
-            task.splittable.collate = own.args[0]  # the user's, for a proof
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         if key in self._known and self._is_new(key, task, nodes):
@@ -98,9 +98,12 @@ class Proofs:
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
-            task.on_loss = functools.partial(self._saw, key, (not holds, reducer.is_shared))
-        if holds and task.splittable.collate is not None:
-            self._watch(key, task)
+            task.on_loss = functools.partial(self._saw, key, (not holds, reducer.is_shared, task.splittable.noted))
+        if task.splittable.collate is not None:
+            # A planner collates samples of its batch, too, outside of an attempt: there nobody looks on.
+            task = replace(task, splittable=copy.copy(task.splittable))
+            if holds:
+                self._watch(key, task)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
             given = task, parts, parameters, optimizations, update
@@ -131,20 +134,24 @@ class Proofs:
             self._unseen[key] = elsewhere.even(task.splittable)
             self._watch(key, task, begins=True)
 
-    def _saw(self, key: Hashable, known_as: tuple[bool, bool], name: str, loss: Any, index: int = 0) -> None:
+    def _saw(
+        self, key: Hashable, known_as: tuple[bool, bool, Writes | None], name: str, loss: Any, index: int = 0
+    ) -> None:
         """Has the next batch proved, where the last operations of a loss of this one are others than before.
 
         Raises:
             Unproved: two micro-batches of one batch end in other operations, at the 1st, 2nd, 4th … time: they are
-                compared, together and apart.
+                compared, together and apart; or those of the next batch, where this one was written to.
         """
-        is_proved, is_shared = known_as
+        is_proved, is_shared, writes = known_as
         if index:
             self._parted[key] += 1
             if is_shared or self._parted[key].bit_count() > 1:
                 return
             self._due[key], self._apart = 0, index
-            raise Unproved
+            if writes is None or not writes.were_made:
+                raise Unproved
+            return
         nodes, found = [getattr(loss.total if type(loss) is Mean else loss, "grad_fn", None)], list[Hashable]([name])
         for node in nodes:  # to which those before it are added
             if node is not None and len(found) <= _LAST:
@@ -180,15 +187,22 @@ class Proofs:
         Args:
             begins: whether the batch was just proved, so that what it does not have is noted.
         """
-        splittable, is_alone = task.splittable, not task.settings.reducer.is_shared
+        splittable, is_shared = task.splittable, task.settings.reducer.is_shared
         if splittable.collate is not None:
-            notes = [True] if begins else []
-            splittable.collate = functools.partial(self._collated, splittable.collate, key, notes, is_alone)
+            notes, known_as = [True] if begins else [], (is_shared, splittable.noted)
+            splittable.collate = functools.partial(self._collated, splittable.collate, key, notes, known_as)
 
     def _collated(
-        self, collate: Callable[[list[Any]], Any], key: Hashable, notes: list[bool], is_alone: bool, samples: list[Any]
+        self,
+        collate: Callable[[list[Any]], Any],
+        key: Hashable,
+        notes: list[bool],
+        known_as: tuple[bool, Writes | None],
+        samples: list[Any],
     ) -> Any:
-        """What ``collate`` makes; the batch is proved again, at once or on several ranks the next one, for what is new.
+        """What ``collate`` makes; for what is new the batch is proved again.
+
+        On several ranks, and where samples were written to, the next batch is.
 
         Raises:
             Unproved: it has what none that was proved had; the step begins again.
@@ -208,7 +222,8 @@ class Proofs:
         if not self._met.issuperset(new):
             self._met.update(new)
             self._due[key] = 0
-            if is_alone:
+            is_shared, writes = known_as
+            if not is_shared and (writes is None or not writes.were_made):
                 raise Unproved
         return batch
 

@@ -161,8 +161,8 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
-        trace = _without(_PACKAGE, error.__traceback__) or error.__traceback__
-        traceback.print_exception(type(error), error, trace, chain=False)
+        _take_off_own_frames(error)
+        traceback.print_exception(error)
         return {"status": "broken", "error": f"{type(error).__name__}: {error}"}
 
 
@@ -327,6 +327,20 @@ def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(path):
         frames = frames.tb_next
     return frames
+
+
+def _take_off_own_frames(error: BaseException) -> None:
+    """Leaves of an error, and of those that led to it, what is of the script."""
+    each: BaseException | None = error
+    seen = set[int]()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        context = each.__context__ if each.__cause__ is None else None
+        # A traceback begins where its error was caught: here, when a loss that failed was run in another manner.
+        if context is not None and _without(_PACKAGE, context.__traceback__) is not context.__traceback__:
+            each.__context__ = None
+        each.__traceback__ = _without(_PACKAGE, each.__traceback__) or each.__traceback__
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
 if __name__ == "__main__":

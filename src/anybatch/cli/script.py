@@ -96,7 +96,7 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
             return f"the loss of {script} failed in the check, see above: {facts['error']}"
         return (
             f"planning the step of {script} failed, see above: {facts['error'].rstrip('.')}. A plan runs the loss with "
-            f"fewer samples than the batch has; take sizes from it, as in len(x). anybatch check {script} says more"
+            "fewer samples than the batch has, which may be why; take sizes from the batch, as in len(x)"
         )
     if ending.status == "failed":
         return f"{script} failed before it called {call}, see above."

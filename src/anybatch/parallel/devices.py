@@ -1,5 +1,6 @@
 """Several devices in one process: their copies of the model, and the assignment of micro-batches to them."""
 
+import contextlib
 import functools
 import math
 import types
@@ -81,6 +82,7 @@ class ModelCopy:
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # these, and each buffer with its copy
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._modules: dict[int, torch.nn.Module] = {}
+        self._begun: dict[int, tuple[Any, Any]] = {}  # containers that are being copied, which may refer to each other
 
     @torch.no_grad()
     def refresh(self, models: Sequence[torch.nn.Module]) -> None:
@@ -144,19 +146,24 @@ class ModelCopy:
 
     def _translated_in(self, value: Any) -> Any:
         """A copy of a container of a class of its own, with what that keeps beside its items."""
+        if id(value) in self._begun:
+            return self._begun[id(value)][1]
+        is_first, made = not self._begun, _copied_alone(value)
+        self._begun[id(value)] = value, made
         try:
-            made = shallow(value)
-        except Exception:  # noqa: BLE001 - it may not take its items one by one
-            kind: Any = type(value)
-            made = kind.__new__(kind)
-            vars(made).update(vars(value))
-        if isinstance(made, dict):
-            dict.update(made, {key: self.translated(one) for key, one in value.items()})
-        elif isinstance(made, list):
-            list.__setitem__(made, slice(None), [self.translated(one) for one in value])
-        else:
-            made.clear()
-            (made.update if isinstance(made, set) else made.extend)(map(self.translated, value))
+            if isinstance(value, dict):
+                put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+                for key, one in value.items():
+                    put(made, key, self.translated(one))
+            elif isinstance(value, list):
+                list.__setitem__(made, slice(None), [self.translated(one) for one in value])
+            else:
+                items = [self.translated(one) for one in value]
+                made.clear()
+                (made.update if isinstance(made, set) else made.extend)(items)
+        finally:
+            if is_first:
+                self._begun.clear()
         return made
 
     def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -182,6 +189,20 @@ class ModelCopy:
 
 
 _DICTIONARIES = (dict, OrderedDict)
+
+
+def _copied_alone(value: Any) -> Any:
+    """Another container of the class of this one, with its attributes and perhaps its items."""
+    made = value
+    with contextlib.suppress(Exception):  # it may not take its items one by one
+        made = shallow(value)
+    if made is value:
+        kind: Any = type(value)
+        made = kind.__new__(kind)
+        if isinstance(value, deque):
+            deque.__init__(made, (), value.maxlen)
+        made.__dict__.update(value.__dict__)
+    return made
 
 
 def _is_observer(hook: Any) -> bool:

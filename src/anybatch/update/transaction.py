@@ -235,7 +235,7 @@ class Retries:
     ) -> None:
         self._splittable, self._limit, self._roll_back = splittable, limit, roll_back
         self._where, self._reducer = where, reducer
-        self._writes = splittable.writes()
+        self._writes = splittable.noted = splittable.writes()
         self._asked = limit.value
         self._once, limit.once = limit.once, None
         self._parts = splittable.plan(limit.value if self._once is None else self._once)

@@ -38,7 +38,7 @@ def plan(model, loss_fn, batch, optimizer=None, *, memory, device=None, **option
     if mode == "refused":
         raise BatchError("device='z9' is no device")
     if mode == "broken":
-        raise KeyError("from the loss")
+        raise KeyError("from the loss") from ValueError("what led to it")
     if mode == "dies":
         os._exit(9)
     if mode == "hangs":
@@ -219,6 +219,7 @@ def test_a_script_that_gives_no_plan_ends_with_2_and_says_why(mode: str, said: s
     done = run("train.py", "--json", "-", "--", mode)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+    assert ("ValueError: what led to it" in done.stderr) == (mode == "broken")
     assert not Path("checkpoint").exists()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import anybatch
+import anybatch.checking.chunks
 
 STEPS = 20
 
@@ -278,3 +279,21 @@ def test_a_sum_over_the_chunk_is_told_as_a_sum_and_not_as_what_moves() -> None:
     loss = anybatch.OverTime(summed_steps, zeros, chunk=5)
     with pytest.raises(anybatch.NotSplittable, match=r"in micro-batches(.|\n)*The loss is a sum"):
         anybatch.backward(Tagger(), loss, batch_of(), micro_batch_size=3)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ZeroDivisionError("of its own")])
+def test_memory_that_runs_out_while_chunks_are_compared_is_not_said_to_be_inexact(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation of torch has no frame of its own, so that the error seems to come of this package."""
+    source = "def runs_out(*given):\n    raise error\n"
+    made: dict[str, Any] = {"error": error}
+    exec(compile(source, anybatch.checking.chunks.__file__, "exec"), made)
+    monkeypatch.setattr("anybatch.checking.chunks._found", made["runs_out"])
+    if isinstance(error, ZeroDivisionError):
+        with pytest.raises(anybatch.NotSplittable, match="ZeroDivisionError: of its own"):
+            ran(with_detached_state(4), batch_of(), None)
+        return
+    out = ran(with_detached_state(4), batch_of(), None)
+    assert out.proof.outcome == "undecided"
+    assert "out of memory" in out.proof.note

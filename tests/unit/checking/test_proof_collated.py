@@ -1,5 +1,7 @@
 """What raw samples become in ``collate`` only: labels that are ignored from a later batch on, and the like."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +121,80 @@ def test_the_wrong_count_only_warns_where_that_was_asked_for() -> None:
     with pytest.warns(anybatch.AnyBatchWarning, match="count"):
         step(MASKED)
     assert step.updates == 2
+
+
+def raw_samples(mark: int) -> list[dict[str, torch.Tensor]]:
+    """16 samples of tokens from 5 on; the last two are longer, and have a mark if it is below."""
+    samples = []
+    for number in range(16):
+        x = torch.randint(5, 20, (64 if number > 13 else 56,))
+        x[0] = mark if number > 13 else x[0]
+        samples.append({"x": x, "y": x.flip(0)})
+    return samples
+
+
+def read_and_padded(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Reads numbers, so that a planner has to run it as it is."""
+    most = max(len(one["x"].tolist()) for one in samples)
+    fills = {"x": 7, "y": -100}
+    return {
+        key: torch.stack([F.pad(one[key], (0, most - len(one[key])), value=fill) for one in samples])
+        for key, fill in fills.items()
+    }
+
+
+def mean_of_means(model: Any, batch: Any) -> Any:
+    losses = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"], ignore_index=-100, reduction="none")
+    return (losses.sum(1) / (batch["y"] != -100).sum(1)).mean()
+
+
+def test_a_planner_that_collates_after_memory_ran_out_looks_on_as_nobody() -> None:
+    """The new mark is in samples of later micro-batches, which the planner collates between two attempts."""
+    torch.manual_seed(0)
+    runs_out = False
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        nonlocal runs_out
+        within = {"/".join(Path(frame.filename).parts[-3:-1]) for frame in inspect.stack(0)}
+        if runs_out and not within & {"anybatch/planning", "anybatch/checking"}:
+            runs_out = False
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return mean_of_means(model, batch)
+
+    model, reference = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, collate=read_and_padded, memory=330_000)
+    for mark in (5, 0, 1):
+        samples = raw_samples(mark)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            other.data.copy_(one.data)
+        runs_out = mark < 5
+        result = step(samples)
+        assert not runs_out
+        assert len(result.attempts) > (mark < 5)
+        reference.zero_grad()
+        mean_of_means(reference, read_and_padded(samples)).backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True)
+        )
+
+
+def test_a_collate_that_writes_into_its_samples_goes_on_and_the_next_batch_is_proved() -> None:
+    def clamped(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {key: torch.stack([one[key].clamp_(min=0) for one in samples]) for key in ("x", "y")}
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = lambda model, batch: F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())  # noqa: E731
+    step = anybatch.TrainStep(model, loss_fn, optimizer, collate=clamped, micro_batch_size=4)
+    proved = []
+    for mark in (5, 5, 0, 0, 1, 1):
+        samples = [{key: one[key][-56:] for key in one} for one in raw_samples(5)]
+        samples[-1]["x"][0] = mark
+        proof = step(samples).proof
+        assert proof is not None
+        assert proof.exact
+        proved.append(proof.update)
+    assert proved == [0, 0, 0, 3, 3, 5]

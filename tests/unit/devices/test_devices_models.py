@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -449,3 +449,57 @@ def test_containers_of_classes_of_their_own_have_what_is_of_the_device() -> None
     assert_exact(model)
     assert type(model.named) is Named
     assert model.named["a"] is model.layers[0]
+
+
+class Node(dict[str, Any]):
+    """A node of a tree, which knows its parent."""
+
+
+class Only(deque[Any]):
+    """A queue that is there once."""
+
+    def __copy__(self) -> "Only":
+        return self
+
+
+class InOrder(OrderedDict[str, Any]):
+    """A dictionary that is not copied."""
+
+    def __init__(self, title: str, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.title = title
+
+    def __copy__(self) -> "InOrder":
+        raise TypeError("it is not copied")
+
+
+class Linked(torch.nn.Module):
+    """Has containers that refer to each other, or can't be copied by ``copy``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(4))
+        self.tree = Node(layer=self.layers[0])
+        self.tree["kids"] = [Node(layer=self.layers[1], parent=self.tree), Node(parent=self.tree)]
+        self.tree["kids"][1]["sibling"] = self.tree["kids"][0]
+        self.queue = Only([self.layers[2]], maxlen=3)
+        self.in_order = InOrder("layers", {"z": self.layers[3], "a": torch.nn.Tanh()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.tree["kids"]
+        assert first["parent"] is last["parent"] is self.tree
+        assert last["sibling"] is first
+        assert self.queue.maxlen == 3
+        assert (self.in_order.title, list(self.in_order)) == ("layers", ["z", "a"])
+        for layer in (self.tree["layer"], first["layer"], *self.queue, *self.in_order.values()):
+            x = layer(x).tanh()
+        return x
+
+
+def test_containers_that_refer_to_each_other_or_are_not_copied_are_copied_and_left_as_they_are() -> None:
+    model = Linked()
+    assert_exact(model)
+    assert list(model.queue) == [model.layers[2]]
+    assert model.in_order["z"] is model.layers[3]
+    assert model.tree["kids"][0]["layer"] is model.layers[1]
