@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from anybatch.doctor.ask.compared import is_compared
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.marking import mark
 from anybatch.doctor.ask.steps import slots_of
@@ -205,17 +206,15 @@ def about_orders(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def predicting_loops(tree: ast.Module) -> Iterator[int]:
-    """Lines of loops that take several things at once, read the first of them only, and keep what is made of it.
+    """Lines of loops that read the first only of what they take, and keep what is later compared with labels.
 
     Example:
-        >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}"
+        >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}\\nevery == labels"
         >>> [list(predicting_loops(ast.parse(text.format(*one)))) for one in (("_", ""), ("y", "ys.append(y)"))]
         [[1], []]
-        >>> text = "for i, (x, y) in enumerate(loader):\\n  x, y = x.to(d), y.to(d)\\n  every[k:k + 8] = net(x)"
-        >>> list(predicting_loops(ast.parse(text)))
-        [1]
-        >>> list(predicting_loops(ast.parse("every = torch.cat([net(x) for x, _ in loader])")))
-        [1]
+        >>> text = "for i, (x, y) in enumerate(loader):\\n  x, y = x.to(d), y.to(d)\\n  every[k:k + 8] = net(x)\\n"
+        >>> [list(predicting_loops(ast.parse(text + one))) for one in ("score(labels, every)", "every.std()")]
+        [[1], []]
     """
     for one in walked(tree):
         if isinstance(one, ast.For):
@@ -231,7 +230,8 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
         if len(names) < 2 or any(_name_called(each) == "backward" for each in calls):
             continue
         is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
-        if keeps and is_given and [name in read for name in names] == [True] + [False] * len(names[1:]):
+        is_alone = [name in read for name in names] == [True] + [False] * len(names[1:])
+        if keeps and is_given and is_alone and is_compared(tree, one, names[0]):
             yield line
 
 
