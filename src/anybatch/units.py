@@ -7,7 +7,6 @@ from typing import Any
 from anybatch.errors import BatchError
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_LEAST = 128  # bytes of a budget; what is less was meant as GiB
 _FACTORS = {
     **{unit.lower(): 1024**power for power, unit in enumerate(_BYTE_UNITS)},
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))},
@@ -62,26 +61,18 @@ def read_budget(memory: Any) -> int | float | None:
         if share is not None and 0 < (part := float(share[1]) / (100 if share[2] else 1)) <= 1:
             return part
         try:
-            count = parse_bytes(memory)
+            return parse_bytes(memory)
         except ValueError as error:
             raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as '50%'") from None
-        return _enough(memory, count)
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
     if isinstance(memory, int):
         if memory >= 2**63:
             raise BatchError(f"memory= is an int of {memory.bit_length()} bits; expected bytes, below 2**63")
-        return _enough(memory, memory)
+        return memory
     if memory > 1:
         raise BatchError(f"memory={memory!r}; a float is a share of the device, at most 1.0; give bytes as an int")
     return memory
-
-
-def _enough(memory: int | str, count: int) -> int:
-    """A budget in bytes, unless no step takes so few: its unit was forgotten."""
-    if count < _LEAST:
-        raise BatchError(f"memory={memory!r} is {count} bytes; expected a unit, such as '8GiB', or bytes as an int")
-    return count
 
 
 def format_bytes(count: float) -> str:

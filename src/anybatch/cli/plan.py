@@ -22,6 +22,8 @@ from anybatch.units import format_bytes, read_budget
 
 _WIDTH = 80
 
+_LEAST = 128  # bytes of a budget without a unit; what is less was meant as GiB
+
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
     """Reads a budget, so that a wrong one is refused before the script runs; a share of the device as a float."""
@@ -33,6 +35,8 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         raise click.BadParameter(
             f"got {value!r}; expected a size such as 8GiB or 500MB, a part such as 0.5 or 50%, or free"
         ) from None
+    if isinstance(budget, int) and budget < _LEAST and not value.strip()[-1].isalpha():
+        raise click.BadParameter(f"got {value!r}, which is {budget} bytes; expected a unit, such as {value.strip()}GiB")
     return budget if isinstance(budget, float) else value
 
 

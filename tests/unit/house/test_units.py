@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import anybatch
 from anybatch import Mean, count_samples, count_tokens
 from anybatch.batch.batches import pack_by_cost, sizes_of
-from anybatch.units import format_bytes, format_seconds, read_budget
+from anybatch.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,6 @@ from anybatch.units import format_bytes, format_seconds, read_budget
 )  # fmt: skip
 def test_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize("memory", [8, "8", "24", "2.0", "80B"])
-def test_a_budget_whose_unit_was_forgotten_is_refused(memory: int | str) -> None:
-    with pytest.raises(anybatch.BatchError, match=r"^memory=\S+ is \d+ bytes; expected a unit, such as '8GiB'[^;]*$"):
-        read_budget(memory)
-    assert (read_budget(1000), read_budget("1000"), read_budget("1.0")) == (1000, 1000, 1.0)
 
 
 @pytest.mark.parametrize(
