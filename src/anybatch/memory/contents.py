@@ -21,7 +21,7 @@ _HELD: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[An
 
 
 class Contents:
-    """What some objects hold now, however deep; the objects, tensors and modules themselves are not copied.
+    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied.
 
     Args:
         values: objects that may be changed by what they are given to, such as a cache of keys and values.
