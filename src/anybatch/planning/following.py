@@ -60,7 +60,9 @@ class PlannedLimit(OwnSizeLimit):
 
     def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through."""
-        if not (self._owner().is_on_first_plan and self.value == self.ceiling):
+        owner = self._owner()
+        owner.has_split = owner.has_split or (owner.plan is not None and owner.plan.chosen.micro_batches > 1)
+        if not (owner.is_on_first_plan and self.value == self.ceiling):
             self._note_quiet(largest)
 
     def _grow(self, largest: float) -> None:
@@ -93,6 +95,7 @@ class Follower:
         self._splittable: Splittable | None = None
         self._settings: Settings | None = None
         self._pool = HostPool()
+        self.has_split = False  # whether a batch went through in micro-batches, so that a refusal comes too late for it
         self.refusal: NotSplittable | None = None  # of a split, because of which the batch is to run again, whole
         self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
         self.plan = plan  # in force; ``None`` before the first batch
@@ -240,7 +243,7 @@ class Follower:
 
     def keep_whole(self, refusal: NotSplittable) -> None:
         """Has batches run whole from now on, if they may, since they can't be split."""
-        if self._memory is None or self._splittable is None:
+        if self._memory is None or self._splittable is None or self.has_split:
             return
         subject = self._subject_of(self._splittable)
         if subject.is_coupled or subject.devices is not None or subject.settings.reducer.is_shared:

@@ -76,3 +76,21 @@ def test_what_fits_neither_way_is_refused_as_before() -> None:
             step(BATCH)
     assert step.updates == 0
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_refusal_after_a_batch_that_was_split_stops_the_training() -> None:
+    """Micro-batches of an earlier batch may have been wrong, too."""
+
+    def later(model: Any, batch: Any) -> torch.Tensor:
+        time.sleep(2e-6 * len(batch["x"]) ** 2)
+        if batch["late"].any():
+            return contrastive(model, batch)
+        loss: torch.Tensor = (model(batch["x"].double()) - batch["y"]).square().mean()
+        return loss
+
+    model = model_of()
+    step = anybatch.TrainStep(model, later, torch.optim.SGD(model.parameters(), lr=0.1), memory="64MiB")
+    assert step(BATCH | {"late": torch.zeros(128)}).micro_batches > 1
+    step(BATCH | {"late": torch.ones(128)})  # of whose operations the next batch is proved
+    with pytest.raises(anybatch.NotSplittable):
+        step(BATCH | {"late": torch.ones(128)})
