@@ -1,5 +1,6 @@
 """The start of a doctor is linear in modules, and a part of a model that is called is no root of its own."""
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Doctor
+from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.probing import run_probes
+from anybatch.doctor.recording.numbering import Numbering
+from rule_runs import RunBuilder
 
 
 def calls_of(run: Callable[[], Any]) -> int:
@@ -170,3 +174,52 @@ def test_a_wrapper_takes_the_place_of_what_it_wraps() -> None:
         wrapper = Wrapper()
         wrapper(torch.ones(3, 4)).sum().backward()
     assert [root.cls for root in doctor.run.roots.values()] == ["Wrapper"]
+
+
+def operations_of(run: Callable[[], Any]) -> int:
+    """How many operations of the interpreter the rules take in the meantime."""
+    count = 0
+
+    def look(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        if "rules" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def diagnosis_of_copies(number: int) -> int:
+    """What the rules take for a run that trains a copy of its model at each step, as meta-learning does."""
+    built = RunBuilder()
+    for root in range(number):
+        own = built.model(("encoder.weight", "encoder.bias"), root=root)
+        built.forward(root=root, training=True, trained=1)
+        built.backward(own)
+        built.optimizer(own)
+        built.step()
+    run = built.run
+    return operations_of(lambda: diagnose(run))
+
+
+def test_a_diagnosis_is_linear_in_the_copies_of_a_model() -> None:
+    diagnosis_of_copies(10)  # what is made once
+    few, some, many = map(diagnosis_of_copies, (50, 100, 150))
+    assert many - some < 1.2 * (some - few)
+
+
+def test_copies_that_are_gone_are_not_tracked() -> None:
+    model, numbering = nn.Linear(4, 4), Numbering(lambda fact: None)
+    numbering.root(model)
+    for _ in range(50):
+        numbering.root(copy.deepcopy(model))
+    numbers, _ = numbering.references()
+    assert len(numbers) == len(numbering._tracked) == 2

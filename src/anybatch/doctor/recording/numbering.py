@@ -132,8 +132,9 @@ class Numbering:
         return [(number, tensor) for number in self._tracked if (tensor := tensors[number]()) is not None]
 
     def references(self) -> "tuple[list[int], list[weakref.ref[torch.Tensor]]]":
-        """The same as ``tracked``, weakly: numbers and references."""
+        """The same as ``tracked``, weakly: numbers and references. Those that are gone are no longer tracked."""
         numbers = [number for number in self._tracked if self._tensors[number]() is not None]
+        self._tracked = dict.fromkeys(numbers)  # a loop that copies its model at each step leaves thousands behind
         return numbers, [self._tensors[number] for number in numbers]
 
     def _facts_of(

@@ -13,7 +13,16 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.doctor.views.windows import Pass, Window, by_event, ever_touched, members, optimized, trained_on
+from anybatch.doctor.views.windows import (
+    Pass,
+    Window,
+    by_event,
+    ever_touched,
+    members,
+    optimized,
+    parameters_by_root,
+    trained_on,
+)  # fmt: skip
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Probed, Walk
 from anybatch.records.paths import Cut, Paths, Term
@@ -336,7 +345,8 @@ def _targets(run: Run, times: float) -> Iterator[Found]:
         elif isinstance(one, Forward):
             calls[one.root] += one.grad
         elif isinstance(one, LossCall) and one.function in _REGRESSIONS and one.target_requires_grad and _computed(one):
-            other = next((twin for twin in twins.get(one.root, ()) if calls[twin]), -1)
+            alike = twins.get(one.root, ())
+            other = min((root for root in calls if root != one.root and calls[root] and root in alike), default=-1)
             if calls[one.root] >= 2 or (calls[one.root] and other >= 0):
                 found.setdefault((one.file, one.line), []).append((one, other if calls[one.root] < 2 else -1))
     for bad in found.values():
@@ -344,15 +354,15 @@ def _targets(run: Run, times: float) -> Iterator[Found]:
             yield _moving_target(run, bad)
 
 
-def _twins(run: Run) -> dict[int, list[int]]:
-    """For each root that an optimizer trains the others that are built alike and trained as well."""
+def _twins(run: Run) -> dict[int, frozenset[int]]:
+    """For each root that an optimizer trains those that are built alike and trained as well, itself among them."""
     trained, built = ever_touched(run) & optimized(run), dict[tuple[object, ...], list[int]]()
     for number, root in run.roots.items():
-        own = [one for one in run.parameters.values() if one.root == number and one.registered]
+        own = [one for one in parameters_by_root(run).get(number, ()) if one.registered]
         if any(one.parameter in trained for one in own):
             modules = tuple((one.name, one.cls) for one in root.modules)
             built.setdefault((root.cls, modules, tuple(one.shape for one in own)), []).append(number)
-    return {one: [other for other in alike if other != one] for alike in built.values() for one in alike}
+    return {one: alike for alike in map(frozenset, built.values()) for one in alike}
 
 
 def _moving_target(run: Run, bad: list[tuple[LossCall, int]]) -> Found:

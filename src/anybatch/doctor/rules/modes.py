@@ -9,7 +9,14 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
 from anybatch.doctor.views.outcomes import learned_well, outcome
-from anybatch.doctor.views.windows import ever_touched, forwards_by_root, passes, trained_forwards, written
+from anybatch.doctor.views.windows import (
+    ever_touched,
+    forwards_by_root,
+    parameters_by_root,
+    passes,
+    trained_forwards,
+    written,
+)  # fmt: skip
 from anybatch.records.events import Backward, DropoutCall, Ended, Forward, Loaded, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall, Replicas
 from anybatch.records.runs import Run, grouped
@@ -138,11 +145,13 @@ def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
     mine = forwards_by_root(run).get(root, [])
     last = max((one.at for one in mine if one.grad), default=run.facts[-1].at)
     after = [one for one in mine if one.at > last and one.training and one.trained]
+    if len(after) < _TAUGHT:
+        return
     others = [one for one in run.of(Forward) if one.root != root and one.at > last and one.grad and one.training]
     steps = sum(at > last for at in updates(run))
     drawn = any(one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again"))
     drifts = any(one.root == root and one.at > last and one.frozen for one in run.of(Buffers))  # FROZEN_BN_DRIFT's
-    if len(after) < _TAUGHT or len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn or drifts:
+    if len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn or drifts:
         return
     variable = root_variable(run, root)
     yield Found(
@@ -315,7 +324,7 @@ def _behind_trained(run: Run, root: int, name: str, touched: frozenset[int]) -> 
 
 def _copied(run: Run, root: int) -> bool:
     """Whether most parameters of a root are written by the user's code, as those of a target network."""
-    own = [number for number, one in run.parameters.items() if one.root == root and not one.requires_grad]
+    own = [one.parameter for one in parameters_by_root(run).get(root, ()) if not one.requires_grad]
     return bool(own) and sum(number in written(run) for number in own) * 2 > len(own)
 
 
@@ -385,8 +394,9 @@ def bn_momentum(
             and isinstance(value := one.options.get("momentum"), float)
             and (most <= value < 1 or _left(run, root, value) > first)
         ]  # fmt: skip
-        call = next((one for one in run.of(Forward) if one.root == root and one.trained and one.grad), None)
-        if not found or call is None:
+        called = forwards_by_root(run).get(root, ()) if found else ()
+        call = next((one for one in called if one.trained and one.grad), None)
+        if call is None:
             continue
         names, (norm, value) = Names(qualified(run, root, name) for name, _ in found), found[0]
         what = f"only {1 - value:.2g} is kept at each batch"

@@ -19,7 +19,7 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
+from anybatch.doctor.views.windows import ever_touched, optimized, parameters_by_root, passes, with_gradient, written
 from anybatch.records.events import Backward, Loaded, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms, Tied
@@ -39,7 +39,7 @@ def freeze_too_much(
     third, step = len(losses) // 3, next(run.of(Stepped))
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
     for root in run.roots if last > rest * first else ():
-        own = {number: one for number, one in run.parameters.items() if one.root == root and one.registered}
+        own = {one.parameter: one for one in parameters_by_root(run).get(root, ()) if one.registered}
         active = [one for number, one in own.items() if number in ever_touched(run) & optimized(run)]
         frozen = [number for number, one in own.items() if not one.requires_grad and len(one.shape) >= 2]
         trained = sum(one.numel for one in active) / max(sum(one.numel for one in own.values()), 1)
@@ -200,7 +200,7 @@ def _pair_of_tie(run: Run, pair: tuple[int, int]) -> bool:
 
 
 def _untied(run: Run, root: int, trained: frozenset[int]) -> list[tuple[int, int]]:
-    own = [one for one in run.parameters.values() if one.root == root and one.parameter in trained]
+    own = [one for one in parameters_by_root(run).get(root, ()) if one.parameter in trained]
     words = run.roots[root].config.get("vocab_size")
     tables = [
         one for one in own

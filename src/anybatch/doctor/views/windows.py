@@ -9,7 +9,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms, Written
-from anybatch.records.tables import OptimizerFacts
+from anybatch.records.tables import OptimizerFacts, ParameterFacts
 
 MANY = 32
 """Optimizers of one run, of more of which less is looked at: meta-learning makes one for each task."""
@@ -301,6 +301,12 @@ def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
 def forwards_by_root(run: Run) -> dict[int, list[Forward]]:
     """The forwards of each root."""
     return grouped((one.root, one) for one in run.of(Forward))
+
+
+@remembered
+def parameters_by_root(run: Run) -> dict[int, list[ParameterFacts]]:
+    """The parameters of each root, as they were recorded last."""
+    return grouped((one.root, one) for one in run.parameters.values())
 
 
 @remembered
