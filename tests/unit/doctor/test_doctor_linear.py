@@ -15,6 +15,7 @@ from anybatch import Doctor
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recording.numbering import Numbering
+from anybatch.records.events import Forward
 from rule_runs import RunBuilder
 
 
@@ -223,3 +224,23 @@ def test_copies_that_are_gone_are_not_tracked() -> None:
         numbering.root(copy.deepcopy(model))
     numbers, _ = numbering.references()
     assert len(numbers) == len(numbering._tracked) == 2
+
+
+def test_of_models_that_come_and_go_a_bounded_number_is_recorded() -> None:
+    class Net(nn.Linear):
+        """Calls of one's own class are seen at every step."""
+
+    model, other = Net(4, 1), nn.Bilinear(4, 4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(400):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.randn(8, 4)), copy.deepcopy(model)(torch.ones(8, 4)).detach()).backward()
+            optimizer.step()
+    run = doctor.run
+    assert doctor.failure == ""
+    assert run.steps == 400
+    assert 256 <= len(doctor.numbering.models) <= 260
+    assert doctor.numbering.is_one_of_many(model)
+    assert not doctor.numbering.is_one_of_many(other)
+    assert any(one.root == 0 and one.grad for one in run.of(Forward))

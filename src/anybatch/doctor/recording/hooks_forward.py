@@ -185,6 +185,8 @@ class ForwardHooks:
         if number is None:
             if not _has_parameters(module) or any(is_lazy(one) or stands_in(one) for one in module.parameters()):
                 return None  # a lazy module is known from its second call on, a skeleton of torch.func never
+            if numbering.is_one_of_many(module):
+                return None
             number = numbering.root(module)
             self._modes.clear()
             self._known.clear()

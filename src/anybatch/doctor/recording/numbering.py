@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from anybatch.doctor.recording.describing import Held, held_by, parameters_in
 from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
 from anybatch.records.lines import Fact
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root, SchedulerFacts
+
+_MOST_GONE = 256  # models of a class: further ones are not recorded, so that time and memory have a bound
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class Numbering:
         self._where: dict[int, _Where] = {}
         self._held: dict[int, list[int]] = {}  # ids of the parameters of each root
         self._died: list[int] = []  # roots, since this was last looked at
+        self._gone = Counts[type]()  # roots, by their class
         self._alive, self._several = [0], False
         self._tracked: dict[int, None] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -202,11 +206,12 @@ class Numbering:
 
     def _reference(self, module: torch.nn.Module, number: int) -> "weakref.ref[torch.nn.Module]":
         """A weak reference to a root that says when it is gone, unless another one has taken its number."""
-        alive, died = self._alive, self._died
+        alive, died, gone, cls = self._alive, self._died, self._gone, type(module)
 
         def is_gone(_: Any) -> None:
             alive[0] -= 1
             died.append(number)
+            gone[cls] += 1
 
         return weakref.ref(module, is_gone)
 
@@ -249,6 +254,10 @@ class Numbering:
         module = model.module() if model.in_evaluation else None
         if module is not None and module.training:
             self._record_root(model)
+
+    def is_one_of_many(self, module: torch.nn.Module) -> bool:
+        """Whether enough models of its class came and went, as in a loop that copies its model at each step."""
+        return self._gone[type(module)] >= _MOST_GONE
 
     def is_root(self, module: torch.nn.Module) -> bool:
         """Whether a module is a root itself."""
