@@ -242,6 +242,11 @@ class Found(NamedTuple):
     rows: int
     node: Any = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor or array."""
+        return tuple(getattr(self.node, "shape", ()))
+
 
 class _Surveyor:
     """Walks a batch twice: to find the number of rows, and to build the layout."""
@@ -297,9 +302,6 @@ class _Surveyor:
             isinstance(item, tuple) for item in batch
         )
 
-    def _is_broadcast(self, path: tuple[str, ...]) -> bool:
-        return self._named(path, self._broadcast) is not None
-
     def _named(self, path: tuple[str, ...], names: Iterable[str]) -> str | None:
         """The name that matches a path, exactly or by a wildcard."""
         dotted = ".".join(path)
@@ -331,7 +333,7 @@ class _Surveyor:
         *,
         as_container: bool = False,
     ) -> None:
-        if self._is_broadcast(path):
+        if self._named(path, self._broadcast) is not None:
             return
         dim = self._dim(path, dim)
         dotted = ".".join(path)
@@ -408,7 +410,7 @@ class _Surveyor:
         *,
         as_container: bool = False,
     ) -> Node:
-        if self._is_broadcast(path):
+        if self._named(path, self._broadcast) is not None:
             return Constant(node, label)
         dim = self._dim(path, dim)
         own = _rows_along(node, dim, label)
@@ -577,23 +579,17 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
 
 def _turned(one: Found, other: Found, found: Sequence[Found]) -> str:
     """The hint that the samples of a leaf, and of those like it, may be in a later dimension, as of hidden states."""
-    shape = tuple(getattr(one.node, "shape", ()))
-    if not one.dotted or other.rows not in shape[1:]:
+    if not one.dotted or other.rows not in one.shape[1:]:
         return ""
-    dim = shape.index(other.rows, 1)
-    alike = [each for each in found if each.dotted and each.rows == one.rows and _size(each, dim) == other.rows]
+    dim, like_one = one.shape.index(other.rows, 1), [each for each in found if each.dotted and each.rows == one.rows]
+    alike = [each for each in like_one if each.shape[dim : dim + 1] == (other.rows,)]
     labels, layout = " and ".join(each.label for each in alike), {each.dotted: dim for each in alike}
     return f" If the samples of {labels} are in dimension {dim}, pass layout={layout!r}."
 
 
-def _size(one: Found, dim: int) -> int | None:
-    shape = tuple(getattr(one.node, "shape", ()))
-    return shape[dim] if dim < len(shape) else None
-
-
 def _flattened(one: Found, other: Found) -> str:
     """The hint that a leaf may have the first two dimensions of another one in one, as targets of each step."""
-    shape = tuple(getattr(other.node, "shape", ()))[:2]
+    shape = other.shape[:2]
     if not (one.dotted and other.dotted) or len(shape) < 2 or 1 in shape or one.rows != shape[0] * shape[1]:
         return ""
     return (
