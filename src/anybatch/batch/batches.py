@@ -65,32 +65,47 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
             return [value.view_as(value)]
         views: Sequence[torch.Tensor] = value.split_with_sizes(sizes)
         return views
-    stops = list(itertools.accumulate(sizes))
-    bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-    if isinstance(value, PackedSequence):
-        sequences = unpack_sequence(value)
-        return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
+    stops = itertools.accumulate(sizes)
+    return _chosen_of(value, [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)], node.label)
+
+
+def _chosen_of(value: Any, choices: Sequence[Sequence[int]], label: str) -> list[Any]:
+    """The samples of a leaf at some positions, for each of several choices; a range gives a view where it can."""
     if isinstance(value, torch.Tensor):
-        return _unusual_slices(value, bounds, node.label)
-    if type(value) is list:  # of samples, which a loss may change
-        return [own_containers(value[a:b]) for a, b in bounds]
-    if isinstance(value, (list, tuple)) or rows_of(value) is not None:
-        return [value[a:b] for a, b in bounds]
-    items = list(value)
-    return [type(value)(items[a:b]) for a, b in bounds]
+        return _rows_of_tensor(value, choices, label)
+    if isinstance(value, PackedSequence):
+        sequences, is_sorted = unpack_sequence(value), value.sorted_indices is None
+        return [
+            pack_sequence([sequences[i] for i in chosen], enforce_sorted=is_sorted and isinstance(chosen, range))
+            for chosen in choices
+        ]
+    is_array, items = rows_of(value) is not None, value if isinstance(value, (list, tuple)) else list(value)
+    found = []
+    for chosen in choices:
+        if isinstance(chosen, range) and (is_array or items is value):
+            part = value[chosen.start : chosen.stop]
+        else:
+            part = value[chosen] if is_array else type(value)([items[i] for i in chosen])
+        found.append(own_containers(part) if type(value) is list else part)  # of samples, which a loss may change
+    return found
 
 
-def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], label: str) -> Sequence[torch.Tensor]:
-    if len(bounds) == 1:
+def _rows_of_tensor(value: torch.Tensor, choices: Sequence[Sequence[int]], label: str) -> list[Any]:
+    are_slices = isinstance(choices[0], range)
+    if are_slices and len(choices) == 1:
         return [value]
     if value.is_nested:
         parts = value.unbind()
-        return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
+        return [torch.nested.as_nested_tensor([parts[i] for i in chosen], layout=value.layout) for chosen in choices]
+    if not are_slices:
+        index = torch.tensor(choices[0], dtype=torch.int64, device=value.device)
+        if (signed := SIGNED.get(value.dtype)) is not None:
+            return [value.view(signed).index_select(0, index).view(value.dtype)]
+        return [value.detach().index_select(0, index).requires_grad_(value.requires_grad)]
     if value.layout is torch.sparse_coo:
-        return [value.narrow_copy(0, a, b - a) for a, b in bounds]
+        return [value.narrow_copy(0, rows[0], len(rows)) for rows in choices]
     if value.layout in (torch.sparse_csr, torch.sparse_csc) and value.dim() == 2:
-        rows = _unusual_slices(value.to_sparse_coo(), bounds, label)
-        return [part.to_sparse(layout=value.layout) for part in rows]
+        return [part.to_sparse(layout=value.layout) for part in _rows_of_tensor(value.to_sparse_coo(), choices, label)]
     raise BatchError(
         f"{label} has the layout {value.layout}, which can't be cut along its rows; make it strided or "
         "torch.sparse_coo, or pass broadcast= for it if it is not of the samples",
@@ -249,7 +264,7 @@ class Splittable:
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
-        found = self._collated(parts) if self.collate is not None else self._cut(parts)
+        found = self._cut(parts) if self.collate is None else map(self.collated, parts)
         if self.are_arrays_copied and not self.is_copied:
             return (writable(one, arrays_only=True) for one in found)
         return map(writable, found) if self.is_copied else found
@@ -262,14 +277,10 @@ class Splittable:
         """A raw sample."""
         return self._samples[index]
 
-    def collated_apart(self, part: "Part", own: Callable[[Any], Any]) -> Any:
-        """A micro-batch of raw samples that is used for planning only; ``own`` copies a sample for ``collate``."""
-        return next(self._collated([part], own))
-
-    def _collated(self, parts: Sequence["Part"], own: Callable[[Any], Any] = own_containers) -> Iterator[Any]:
-        if self.collate is not None:
-            for part in parts:
-                yield self.collate([own(sample) for sample in self.samples_of(part)])
+    def collated(self, part: "Part", own: Callable[[Any], Any] = own_containers) -> Any:
+        """A micro-batch of raw samples; ``own`` gives each its copy, which ``collate`` may change."""
+        samples = [own(sample) for sample in self.samples_of(part)]
+        return samples if self.collate is None else self.collate(samples)
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
         if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
@@ -353,25 +364,7 @@ def _chosen(node: Node, samples: list[int]) -> Node:
         return node
     if isinstance(node, Branch):
         return Branch(node.container, [_chosen(child, samples) for child in node.children])
-    return Rows(_taken(node.value, samples), node.label)
-
-
-def _taken(value: Any, samples: list[int]) -> Any:
-    if isinstance(value, PackedSequence):
-        sequences = unpack_sequence(value)
-        return pack_sequence([sequences[i] for i in samples], enforce_sorted=False)
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            parts = value.unbind()
-            return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
-        index = torch.tensor(samples, dtype=torch.int64, device=value.device)
-        if (signed := SIGNED.get(value.dtype)) is not None:
-            return value.view(signed).index_select(0, index).view(value.dtype)
-        return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
-    if rows_of(value) is not None:  # an array
-        return value[samples]
-    items = list(value)
-    return type(value)([items[i] for i in samples])
+    return Rows(_chosen_of(node.value, [samples], node.label)[0], node.label)
 
 
 def _may_vary(value: Any) -> bool:

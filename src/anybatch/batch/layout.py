@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.trees import Child, Container, leaves, opened
+from anybatch.batch.trees import Child, Container, flat, leaves, opened
 from anybatch.errors import BatchError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -188,7 +188,7 @@ def _devices(node: Node) -> Iterator[torch.device | None]:
         for child in node.children:
             yield from _devices(child)
         return
-    for leaf in [node.value] if isinstance(node.value, torch.Tensor) else [leaf for _, _, leaf in leaves(node.value)]:
+    for leaf in flat(node.value):
         device = home_of(leaf)
         if device is not None or moves_itself(leaf):
             yield device
@@ -242,6 +242,11 @@ class Found(NamedTuple):
     rows: int
     node: Any = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor or array."""
+        return tuple(getattr(self.node, "shape", ()))
+
 
 class _Surveyor:
     """Walks a batch twice: to find the number of rows, and to build the layout."""
@@ -269,9 +274,12 @@ class _Surveyor:
     def at_most(self) -> int | None:
         """The most samples that there can be, however the batch is read; ``None`` if not known."""
         inner = [leaf for _, found in self._tuples for leaf in found]
-        held = [rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)]
         found = [*self._leaves, *self._lists, *(one for one, _ in self._tuples), *inner]
-        return max([*(one.rows for one in found), *(rows or 0 for rows in held)], default=0) or None
+        return max([*(one.rows for one in found), *self._sizes_in_lists()], default=0) or None
+
+    def _sizes_in_lists(self) -> set[int]:
+        """The numbers of rows of what lies in lists that may hold samples."""
+        return {rows for one in self._lists for leaf in flat(one.node) if (rows := rows_of(leaf)) is not None}
 
     def check_names(self, batch: Any) -> None:
         """Refuses paths that are not in the batch."""
@@ -293,9 +301,6 @@ class _Surveyor:
         return any(rows_of(item) is not None or isinstance(item, (tuple, list)) for item in batch) and not all(
             isinstance(item, tuple) for item in batch
         )
-
-    def _is_broadcast(self, path: tuple[str, ...]) -> bool:
-        return self._named(path, self._broadcast) is not None
 
     def _named(self, path: tuple[str, ...], names: Iterable[str]) -> str | None:
         """The name that matches a path, exactly or by a wildcard."""
@@ -328,7 +333,7 @@ class _Surveyor:
         *,
         as_container: bool = False,
     ) -> None:
-        if self._is_broadcast(path):
+        if self._named(path, self._broadcast) is not None:
             return
         dim = self._dim(path, dim)
         dotted = ".".join(path)
@@ -361,11 +366,11 @@ class _Surveyor:
                 f"tensors of shape [rows, ...]; {_OWN}. {IN_A_ROW}"
             )
         rows = _agreed(counted)
-        sizes = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+        sizes = self._sizes_in_lists()
         if len(sizes) == 1 and sizes != {rows} and not self._samples:
             if len(self._lists) > 1 and not all(_are_alike(found.node) for found in self._lists):
                 self._lists_hold_leaves = True
-                return int(sizes.pop() or 0)
+                return sizes.pop()
             if len(self._lists) > 1 or isinstance(batch, list):
                 raise could_be_both(self._lists, rows, sizes.pop())
         self._lists_hold_samples = sizes != {rows}
@@ -374,7 +379,7 @@ class _Surveyor:
     def _resolve_tuples(self) -> None:
         """Decides which tuples hold samples; the tensors in the others are leaves."""
         outside = {found.rows for found in self._leaves}
-        sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}
+        sizes = {leaf.rows for _, inner in self._tuples for leaf in inner}
         together = sorted([*self._lists, *(found for found, _ in self._tuples)], key=lambda found: found.dotted)
         if outside:
             for found, inner in self._tuples:
@@ -382,7 +387,7 @@ class _Surveyor:
                     self._samples.add(found.dotted)
         elif self._tuples and len(together) > 1 and len({found.rows for found in together}) == 1:
             rows = together[0].rows
-            sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
+            sizes |= self._sizes_in_lists()
             is_plain = all(_is_plain(item) for found in self._lists for item in found.node)
             is_pair = len(self._tuples) == 1 and sizes == {rows} and is_plain
             if len(sizes) == 1 and not is_pair:
@@ -405,7 +410,7 @@ class _Surveyor:
         *,
         as_container: bool = False,
     ) -> Node:
-        if self._is_broadcast(path):
+        if self._named(path, self._broadcast) is not None:
             return Constant(node, label)
         dim = self._dim(path, dim)
         own = _rows_along(node, dim, label)
@@ -427,7 +432,7 @@ class _Surveyor:
         return Branch(container, children)
 
     def _lay_samples(self, node: Any, label: str, path: tuple[str, ...], rows: int) -> Node | None:
-        holds_rows = [rows_of(leaf) for _, _, leaf in leaves(node) if rows_of(leaf) is not None]
+        holds_rows = [size for leaf in flat(node) if (size := rows_of(leaf)) is not None]
         dotted = ".".join(path)
         if len(node) == rows:
             may_be_leaves = rows > 1 and len(holds_rows) >= rows and all(own == rows for own in holds_rows)
@@ -528,7 +533,7 @@ IN_A_ROW = (
 """The remedy for flat pixels, nodes of graphs and packed sequences."""
 
 
-def could_be_both(found: Sequence[Found], rows: int, own: int | None) -> BatchError:
+def could_be_both(found: Sequence[Found], rows: int, own: int) -> BatchError:
     """The error about containers that may hold samples, or leaves with rows of their own."""
     first = found[0]
     kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
@@ -574,23 +579,17 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
 
 def _turned(one: Found, other: Found, found: Sequence[Found]) -> str:
     """The hint that the samples of a leaf, and of those like it, may be in a later dimension, as of hidden states."""
-    shape = tuple(getattr(one.node, "shape", ()))
-    if not one.dotted or other.rows not in shape[1:]:
+    if not one.dotted or other.rows not in one.shape[1:]:
         return ""
-    dim = shape.index(other.rows, 1)
-    alike = [each for each in found if each.dotted and each.rows == one.rows and _size(each, dim) == other.rows]
+    dim, like_one = one.shape.index(other.rows, 1), [each for each in found if each.dotted and each.rows == one.rows]
+    alike = [each for each in like_one if each.shape[dim : dim + 1] == (other.rows,)]
     labels, layout = " and ".join(each.label for each in alike), {each.dotted: dim for each in alike}
     return f" If the samples of {labels} are in dimension {dim}, pass layout={layout!r}."
 
 
-def _size(one: Found, dim: int) -> int | None:
-    shape = tuple(getattr(one.node, "shape", ()))
-    return shape[dim] if dim < len(shape) else None
-
-
 def _flattened(one: Found, other: Found) -> str:
     """The hint that a leaf may have the first two dimensions of another one in one, as targets of each step."""
-    shape = tuple(getattr(other.node, "shape", ()))[:2]
+    shape = other.shape[:2]
     if not (one.dotted and other.dotted) or len(shape) < 2 or 1 in shape or one.rows != shape[0] * shape[1]:
         return ""
     return (

@@ -68,21 +68,16 @@ def _item_children(node: Sequence[Any]) -> list[Child]:
 
 
 def _opened_by_registration(node: Any) -> Container | None:
-    # torch's flattening makes a reference cycle with is_leaf, so the closure must hold the id, not the node.
-    if pytree._get_node_type(node) not in pytree.SUPPORTED_NODES:
+    node_def = pytree.SUPPORTED_NODES.get(pytree._get_node_type(node))
+    if node_def is None:
         return None
-    own = id(node)
-    values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: id(inner) != own)
-    try:
-        keyed, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: id(inner) != own)
-    except ValueError:  # registered without keys
-        children = _item_children(values)
+    if node_def.flatten_with_keys_fn is None:  # registered without keys
+        values, context = node_def.flatten_fn(node)
+        children = _item_children(list(values))
     else:
-        children = [
-            Child("".join(str(entry) for entry in path), ".".join(_bare(entry) for entry in path), value)
-            for path, value in keyed
-        ]
-    return Container(children, lambda values: pytree.tree_unflatten(list(values), spec))
+        keyed, context = node_def.flatten_with_keys_fn(node)
+        children = [Child(str(entry), _bare(entry), value) for entry, value in keyed]
+    return Container(children, lambda values: node_def.unflatten_fn(list(values), context))
 
 
 def _bare(entry: Any) -> str:
@@ -271,7 +266,8 @@ def flat(node: Any) -> list[Any]:
         return [leaf for value in node.values() for leaf in flat(value)]
     if kind is list or kind is tuple:
         return [leaf for item in node for leaf in flat(item)]
-    return [leaf for _, _, leaf in leaves(node)]
+    container = opened(node)
+    return [node] if container is None else [leaf for child in container.children for leaf in flat(child.value)]
 
 
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:

@@ -1,11 +1,12 @@
 """Windows: several batches of a loader that make one logical batch."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from anybatch.batch.batches import split
+from anybatch.batch.batches import sizes_of, split
 from anybatch.batch.layout import lay_out, placement
 from anybatch.errors import BatchError
 
@@ -125,13 +126,8 @@ def windows(
 
 
 def _by_batches(size: int, loader: Iterable[Any]) -> Iterator[Window]:
-    held: list[Any] = []
-    for batch in loader:
-        held.append(batch)
-        if len(held) == size:
-            yield Window(held)
-            held = []
-    if held:
+    coming = iter(loader)
+    while held := list(itertools.islice(coming, size)):
         yield Window(held)
 
 
@@ -141,12 +137,10 @@ def _by_samples(size: int, broadcast: Sequence[str], loader: Iterable[Any]) -> I
     for batch in loader:
         layout = lay_out(batch, broadcast)
         first = min(room, layout.rows)
-        rest, last = divmod(layout.rows - first, size)
-        for piece_rows, piece in zip(
-            cuts := [first, *[size] * rest, *([last] if last else [])], split(layout, cuts), strict=True
-        ):
+        sizes = [first, *sizes_of(layout.rows - first, size)]
+        for rows, piece in zip(sizes, split(layout, sizes), strict=True):
             held.append(piece)
-            room -= piece_rows
+            room -= rows
             if room == 0:
                 yield Window(held)
                 held, room = [], size

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,6 @@ from anybatch.accelerators import is_accelerator
 from anybatch.errors import LossError
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
-from anybatch.loss.gradwatch import GradientWatch
 from anybatch.loss.losses import (
     SINGLE,
     Evaluation,
@@ -33,11 +32,11 @@ from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy, GradientSums, add_gradient_, needs_float32
-
-if TYPE_CHECKING:
-    from anybatch.tensors.spectral import PowerIterations
+from anybatch.tensors.shards import local_of
+from anybatch.tensors.spectral import PowerIterations, power_iterations
 
 DropoutPolicy = Literal["native", "per-sample"]
+_WATCHED = 64  # parameters
 
 
 @dataclass
@@ -66,6 +65,70 @@ class Settings:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+class GradientWatch:
+    """Detects a loss that changes the gradients that are accumulated.
+
+    It compares ``.grad`` before and after the user's code, for at most about 64 evenly spaced parameters.
+
+    Args:
+        is_alone: whether no other device runs a backward at the same time.
+    """
+
+    def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
+        self._model, self._is_alone = model, is_alone
+        self._seen: list[tuple[torch.Tensor, torch.Tensor | None, int]]
+        self._parameters = parameters[:: 1 + len(parameters) // _WATCHED]
+        self.note()
+
+    def note(self) -> None:
+        """Saves the gradients that the next run of the user's code must not change."""
+        self.is_on, self._seen = True, []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            self._seen.append((parameter, gradient, -1 if gradient is None else gradient._version))
+
+    def check(self) -> None:
+        """Compares the gradients with those of ``note``, then stops."""
+        for parameter, seen, version in self._seen:
+            gradient = parameter.grad
+            if gradient is seen and (gradient is None or gradient._version == version):
+                continue
+            raise self._error(parameter, seen, gradient)
+        self.is_on, self._seen = False, []
+
+    def release(self) -> None:
+        """Releases the saved gradients; nothing is compared until the next ``note``."""
+        self.is_on, self._seen = False, []
+
+    def check_kept(self) -> None:
+        """Looks only for gradients that were removed, since a cut may have added some."""
+        for parameter, seen, _ in self._seen:
+            if seen is not None and parameter.grad is None:
+                raise self._error(parameter, seen, None)
+
+    def _error(self, parameter: torch.Tensor, seen: Any, gradient: Any) -> LossError:
+        named = self._model.named_parameters() if isinstance(self._model, torch.nn.Module) else ()
+        name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        if gradient is None or (seen is not None and not bool(local_of(gradient).any())):
+            return LossError(
+                f"the loss took gradients off: {name} lost the gradient of earlier micro-batches. Expected a loss "
+                "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
+                "logical batch"
+            )
+        if not self._is_alone:
+            return LossError(
+                f"{name} got a gradient while the loss ran: it called backward() itself, or the loss on another device "
+                "leaves its own copy of the model and uses this one. Expected a loss that is returned and uses the "
+                "model that it is given"
+            )
+        return LossError(
+            f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
+            "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
+            "a dict of them, or yield one after the other. A net that the loss trains, as a discriminator, needs a "
+            "step of its own before this one: anybatch.TrainStep(net, its_loss, its_optimizer)"
+        )
 
 
 class Accumulation:
@@ -113,7 +176,7 @@ class Accumulation:
         # A bf16 or fp16 sum loses small addends; their number decides whether gradients are summed in float32.
         addends = _MANY if self._in_pieces else len(weights.parts)
         self._beside = settings.gradient_sums(parameters, addends) if differentiate and addends > 1 else None
-        self._has_begun = self._is_alone = False
+        self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
 
@@ -132,6 +195,9 @@ class Accumulation:
         is_alone, numbers = numbers is None, itertools.count() if numbers is None else numbers
         self._is_alone = is_alone
         watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
+        if len(self._weights.parts) > 1:
+            modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
+            self._power_iterations = power_iterations(modules)
         token = accumulation.set(self._restriction)
         try:
             for batch in micro_batches:
@@ -212,15 +278,8 @@ class Accumulation:
             losses.keep_metrics(index, evaluation.metrics)
 
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
-        several = len(self._weights.parts) > 1
-        if several and not self._has_begun:
-            from anybatch.tensors.spectral import power_iterations
-
-            modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
-            self._power_iterations = power_iterations(modules)
-        elif self._power_iterations is not None:  # each micro-batch uses the same weights
+        if self._power_iterations is not None:  # each micro-batch uses the same weights
             self._power_iterations.again_()
-        self._has_begun = True
         if self._in_pieces:
             self._run_pieces(index, batch, watch)
             return
@@ -255,7 +314,7 @@ class Accumulation:
             del result
         if self._beside is not None:
             self._take_()
-        if watch is not None and several and index == 0:
+        if watch is not None and index == 0 and len(self._weights.parts) > 1:
             watch.note()  # checked once more, in the second micro-batch, and then no longer
 
     def _run_result(

@@ -11,10 +11,9 @@ import torch
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
-from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.accumulate import Accumulation, GradientWatch, Settings
 from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, in_place_explained, standing
-from anybatch.loss.gradwatch import GradientWatch
-from anybatch.loss.outputs import Outputs, Reruns, ended, tensors_of
+from anybatch.loss.outputs import Outputs, ended, marks_of, refuse_others, tensors_of
 from anybatch.loss.pieces import check_callable
 from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
@@ -141,8 +140,8 @@ def _rows_of(outputs: Any) -> int:
     return next((len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
 
-_Graph = list[torch.Tensor | None] | Callable[[], list[torch.Tensor | None]]
-"""The outputs of a micro-batch with their graph, by position, or a function that encodes it again."""
+_Graph = Callable[[], list[torch.Tensor | None]]
+"""Gives the outputs of a micro-batch with their graph, by position: those that were kept, or encoded again."""
 
 
 class CoupledPass:
@@ -183,6 +182,7 @@ class CoupledPass:
         self._modules = modules_of(*modules_behind(model, coupled.encode))
         self._passes = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
         self._watched = {True: 0, False: 0}
+        self._is_new, self._has_run_again = not coupled.has_run_again, False
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
         """Encodes, computes the loss, and differentiates the encoder.
@@ -198,18 +198,16 @@ class CoupledPass:
             LossError: ``encode`` wrote to the batch or gave other outputs when it ran again, or the loss broke its
                 contract.
         """
-        outputs, reruns = Outputs(self._samples), Reruns(is_first=not self._coupled.has_run_again)
-        graphs = self._encoded(batches, again, outputs, reruns)
+        outputs = Outputs(self._samples)
+        graphs = self._encoded(batches, again, outputs)
         sums, gradients = self._loss_of(outputs, whole)
         if self._differentiate:
             self._go_back(graphs, outputs, gradients, sums)
-            self._coupled.has_run_again |= reruns.has_seen_any
+            self._coupled.has_run_again |= self._has_run_again
         sums.in_order = True
         return sums
 
-    def _encoded(
-        self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
-    ) -> list[_Graph]:
+    def _encoded(self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs) -> list[_Graph]:
         """Encodes all micro-batches; returns the graph of each, or what makes it again."""
         # One by default: the last micro-batch is differentiated first, right after the loss.
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
@@ -221,7 +219,7 @@ class CoupledPass:
             given = [batch]
             del batch
             if number < twice:
-                graphs.append(self._to_run_again(number, given, again, outputs, reruns))
+                graphs.append(self._to_run_again(number, given, again, outputs))
             else:
                 graphs.append(self._to_keep(number, given, outputs))
         return graphs
@@ -229,18 +227,17 @@ class CoupledPass:
     def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> _Graph:
         tensors = outputs.add(self._encode(given.pop(), is_first=True))
         self._tell(number, outputs, tensors)
-        return ended(tensors) if self._differentiate else []
+        kept = ended(tensors) if self._differentiate else []
+        return lambda: kept
 
-    def _to_run_again(
-        self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
-    ) -> _Graph:
+    def _to_run_again(self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs) -> _Graph:
         """Encodes a micro-batch without keeping its graph; returns a function that encodes it again."""
         batch = given.pop()
         self._passes.refuse_hidden_dropout()
         writes = Writes([batch])
         with self._passes.first() as forward:
             tensors = outputs.add(self._encode(batch, is_first=True))  # with grad mode on, so that both runs are alike
-            before = reruns.marked(tensors)
+            before = marks_of(tensors, waits=self._is_new)
         self._tell(number, outputs, tensors)
         if writes.were_made:
             raise LossError(
@@ -251,7 +248,8 @@ class CoupledPass:
         def encoded() -> list[torch.Tensor | None]:
             with forward():
                 found = tensors_of(self._encode(again(number), is_first=False))
-            reruns.check(number, outputs.labels, before, reruns.marked(found))
+            refuse_others(number, outputs.labels, before, marks_of(found, waits=self._is_new))
+            self._has_run_again = True
             return found
 
         return encoded
@@ -296,9 +294,7 @@ class CoupledPass:
     def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
         if all(gradient is None for gradient in gradients):
             return
-        found = graph.pop()
-        tensors = found() if callable(found) else found
-        del found
+        tensors = graph.pop()()
         pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t is not None and g is not None]
         pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
         del tensors

@@ -78,10 +78,8 @@ class LossGradients:
     def norms(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
         """The norms of the K rows, in float32 or float64, without a device synchronization."""
         found = [total_norm([_flat(gradient, scale) for gradient in row.values()]) for row in self._rows]
-        norms = torch.empty(len(found), dtype=self._dtype(), device=device)
-        for target, norm in zip(norms, found, strict=True):
-            target.copy_(norm, non_blocking=is_accelerator(device))
-        return norms
+        there = [norm.to(device, self._dtype(), non_blocking=is_accelerator(device)) for norm in found]
+        return torch.stack(there) if there else torch.empty(0, dtype=self._dtype(), device=device)
 
     def weighted(
         self, weighting: Weighting, leaves: Sequence[torch.Tensor], scale: torch.Tensor | None

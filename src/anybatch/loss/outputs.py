@@ -21,50 +21,41 @@ Marks = dict[int, tuple[list[float] | None, float]]
 """By position: the sums of a tensor and of its absolute values, and the relative tolerance."""
 
 
-class Reruns:
-    """Checks that the second run of a micro-batch gave the same values.
-
-    Compares sums, with a tolerance relative to the sum of absolute values, since kernels may round differently.
+def marks_of(tensors: Sequence[torch.Tensor | None], *, waits: bool) -> Marks:
+    """The sums by which two runs are compared; ``None`` for a fake tensor.
 
     Args:
-        is_first: whether no step with this loss was checked before; later ones look at CPU tensors only, since other
-            devices would have to be synchronized.
+        waits: whether tensors on other devices than the CPU are looked at, which have to be synchronized for it.
     """
+    found: Marks = {}
+    for position, tensor in enumerate(tensors):
+        if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
+            continue
+        if waits or tensor.device.type == "cpu":
+            dtype, value = torch.promote_types(tensor.dtype, torch.float32), tensor.detach()
+            mark = torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)])
+            found[position] = mark.tolist() if has_numbers(mark) else None, math.sqrt(torch.finfo(tensor.dtype).eps)
+    return found
 
-    def __init__(self, *, is_first: bool) -> None:
-        self._is_first = is_first
-        self.has_seen_any = False
 
-    def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
-        """The sums to compare; ``None`` for a fake tensor."""
-        found: Marks = {}
-        for position, tensor in enumerate(tensors):
-            if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
-                continue
-            if self._is_first or tensor.device.type == "cpu":
-                dtype, value = torch.promote_types(tensor.dtype, torch.float32), tensor.detach()
-                mark = torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)])
-                found[position] = mark.tolist() if has_numbers(mark) else None, math.sqrt(torch.finfo(tensor.dtype).eps)
-        return found
+def refuse_others(number: int, labels: Sequence[str], first: Marks, second: Marks) -> None:
+    """Refuses a second run of a micro-batch that gave other values.
 
-    def check(self, number: int, labels: Sequence[str], first: Marks, second: Marks) -> None:
-        """Compares the sums of both runs of a micro-batch."""
-        if first.keys() != second.keys():
+    The tolerance is relative to the sum of absolute values, since kernels may round differently.
+    """
+    if first.keys() != second.keys():
+        raise LossError(f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}")
+    for position, (mark, tolerance) in first.items():
+        again = second[position][0]
+        if mark is None or again is None:
+            continue
+        (before, _), (after, size) = mark, again
+        if abs(after - before) > tolerance * size:  # NaN is the same as NaN
             raise LossError(
-                f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
+                f"{labels[position]} of micro-batch {number + 1} has different values when encode runs again: "
+                f"they sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
+                name=labels[position],
             )
-        self.has_seen_any = True
-        for position, (mark, tolerance) in first.items():
-            again = second[position][0]
-            if mark is None or again is None:
-                continue
-            (before, _), (after, size) = mark, again
-            if abs(after - before) > tolerance * size:  # NaN is the same as NaN
-                raise LossError(
-                    f"{labels[position]} of micro-batch {number + 1} has different values when encode runs again: "
-                    f"they sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
-                    name=labels[position],
-                )
 
 
 class _Ended(torch.autograd.Function):
@@ -81,7 +72,7 @@ class _Ended(torch.autograd.Function):
 
 def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
     """The tensors among some outputs, by position; ``None`` for anything else."""
-    return _tensors(flat(outputs))
+    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in flat(outputs)]
 
 
 def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -131,7 +122,7 @@ class Outputs:
             self._columns[position].append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             self._needs[position] |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
         self._twins = twins(self._twins, found)
-        return _tensors(found)
+        return tensors_of(found)
 
     def repeat(self, number: int, rows: int) -> None:
         """Adds the outputs of an earlier micro-batch again; a plan runs one for many."""
@@ -197,10 +188,6 @@ class Outputs:
         if self._is_in_order:
             return [None if g is None else g.narrow(0, part[0], len(part)) for g in gradients]
         return [None if g is None else g[_on(g.device, torch.tensor(list(part), device="cpu"))] for g in gradients]
-
-
-def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
-    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in found]
 
 
 def twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:

@@ -116,10 +116,6 @@ class Reducer:
         """
         return []
 
-    def forward_weights(self, local: Weights) -> Weights:
-        """Weighs by counts that a forward gave."""
-        return Weights(local.parts, self.totals(local.own_totals, Stage.FORWARD))
-
     def totals(self, local: Mapping[str, float], stage: Stage) -> dict[str, float]:
         """Adds up counts over the processes."""
         return added(one["counts"] for one in self.hear({"counts": dict(local)}, stage))

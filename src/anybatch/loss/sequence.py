@@ -17,12 +17,13 @@ import torch
 from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
-from anybatch.loss.chunkcall import Called, ChunkCall
 from anybatch.loss.cutting import cut, declare_nothing_to_do, in_place_explained, standing
 from anybatch.loss.losses import SINGLE, Evaluation
 from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, whole
 from anybatch.loss.states import (
+    Called,
     Carried,
+    ChunkCall,
     RowDims,
     checked_state,
     detached,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.errors import LossError
-from anybatch.loss.weights import fetched
+from anybatch.loss.weights import fetched, numbers_in
 from anybatch.records.means import Mean
 
 
@@ -163,16 +163,11 @@ def share_(sums: Sums, heard: Sequence[Mapping[str, Any]]) -> None:
 
 def values_of(sums: Sums) -> dict[str, float]:
     """The value of each loss over the logical batch; one synchronization per device and dtype."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
-    for name, terms in sums.terms.items():
-        for term in terms:
-            by_kind.setdefault((term.value.device, term.value.dtype), []).append((name, term))
+    terms = [(name, term) for name, found in sums.terms.items() for term in found]
     values = dict.fromkeys([*sums.terms, *sums.counts], 0.0)
-    for group in by_kind.values():
-        numbers = torch.stack([term.value for _, term in group]).tolist()
-        for (name, term), number in zip(group, numbers, strict=True):
-            divisor = float(term.divisor)
-            values[name] += number * term.factor / divisor if divisor else 0.0
+    for (name, term), number in zip(terms, numbers_in([term.value for _, term in terms]), strict=True):
+        divisor = float(term.divisor)
+        values[name] += number * term.factor / divisor if divisor else 0.0
     return values
 
 

@@ -136,6 +136,15 @@ def counted(function: Any, batch: Any) -> Any:
 
 
 def fetched(values: Sequence[Any]) -> list[float]:
+    """Reads counts, and checks them."""
+    numbers = numbers_in(values)
+    for number in numbers:
+        if not math.isfinite(number) or number < 0:
+            raise CountError(f"count gave {number!r}; expected a finite number of items, at least 0")
+    return numbers
+
+
+def numbers_in(values: Sequence[Any]) -> list[float]:
     """Reads numbers and 0-dim tensors, with one synchronization per device and dtype."""
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -146,9 +155,6 @@ def fetched(values: Sequence[Any]) -> list[float]:
         stacked = torch.stack([values[i] for i in positions]) if len(positions) > 1 else values[positions[0]].reshape(1)
         for position, number in zip(positions, stacked.tolist(), strict=True):
             numbers[position] = number
-    for number in numbers:
-        if not math.isfinite(number) or number < 0:
-            raise CountError(f"count gave {number!r}; expected a finite number of items, at least 0")
     return numbers
 
 

@@ -19,7 +19,7 @@ import torch
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import Mode, TorchDispatchMode, current_mode
-from anybatch.tensors.fakemode import Fake, QuickFakeMode, tensors_in
+from anybatch.tensors.fakes import Fake, QuickFakeMode, tensors_in
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
 

@@ -144,9 +144,8 @@ class _Noted(CoupledPass):
     def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> Any:
         return self._noted(number, outputs, functools.partial(super()._to_keep, number, given, outputs))
 
-    def _to_run_again(self, number: int, given: list[Any], again: Any, outputs: Outputs, comparison: Any) -> Any:
-        run = functools.partial(super()._to_run_again, number, given, again, outputs, comparison)
-        return self._noted(number, outputs, run)
+    def _to_run_again(self, number: int, given: list[Any], again: Any, outputs: Outputs) -> Any:
+        return self._noted(number, outputs, functools.partial(super()._to_run_again, number, given, again, outputs))
 
     def _noted(self, number: int, outputs: Outputs, run: Callable[[], Any]) -> Any:
         if number in self.like:

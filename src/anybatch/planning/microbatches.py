@@ -50,7 +50,7 @@ def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
 def collated(subject: Subject, part: Part) -> Any:
     """A micro-batch of raw samples, for real."""
     keeps = functools.partial(writable, arrays_only=True)
-    return subject.splittable.collated_apart(part, writable if subject.behaviour.collate_writes is not False else keeps)
+    return subject.splittable.collated(part, writable if subject.behaviour.collate_writes is not False else keeps)
 
 
 def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | None:
@@ -88,7 +88,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
         return False
     sample = next(subject.splittable.samples_of(part))
     own = writable(sample)
-    subject.splittable.collated_apart(part, lambda _: own)
+    subject.splittable.collated(part, lambda _: own)
     if differ(own, sample):
         subject.behaviour.collate_writes = True
     return True
@@ -105,7 +105,7 @@ def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording
         del samples
         try:
             with recording or contextlib.nullcontext():
-                batch = subject.splittable.collated_apart(part, lambda _: next(items))
+                batch = subject.splittable.collated(part, lambda _: next(items))
         finally:
             carried.restore()
     if subject.behaviour.collate_writes is not True:

@@ -25,7 +25,7 @@ from anybatch.torch_private import (
 
 __all__ = [
     "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
-    "functions_unseen", "has_numbers", "is_asked", "item_of", "nobody_looks", "unseen", "unwatched",
+    "has_numbers", "item_of", "nobody_looks", "unseen",
     "without_modes", "without_user_modes",
 ]  # fmt: skip
 
@@ -56,47 +56,19 @@ class Mode(TorchDispatchMode):
         return False
 
 
-def is_asked() -> bool:
-    """Whether a function mode is active and not disabled."""
-    return bool(number_of_function_modes()) and function_state() != NOBODY_IS_ASKED
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Disables dispatch modes and the default device in this block, for this thread.
-
-    Other function modes stay, since one of them may be entered or left meanwhile.
-    """
-    with without_modes():
-        devices = []
-        while isinstance(_get_current_function_mode(), DeviceContext):
-            devices.append(_pop_mode())
-        try:
-            yield
-        finally:
-            for mode in reversed(devices):
-                _push_mode(mode)
-
-
 @contextmanager
 def nobody_looks() -> Iterator[None]:
     """Disables all modes, the default device and ``__torch_function__`` in this block, for anybatch's own operations.
 
     Function modes stay on their stack, since one of them may be entered or left meanwhile.
     """
-    with without_modes(), functions_unseen():
-        yield
-
-
-@contextmanager
-def functions_unseen() -> Iterator[None]:
-    """Disables function modes and ``__torch_function__`` in this block, for this thread."""
-    state = function_state()
-    set_function_state(NOBODY_IS_ASKED)
-    try:
-        yield
-    finally:
-        set_function_state(state)
+    with without_modes():
+        state = function_state()
+        set_function_state(NOBODY_IS_ASKED)
+        try:
+            yield
+        finally:
+            set_function_state(state)
 
 
 is_traced = torch.compiler.is_dynamo_compiling

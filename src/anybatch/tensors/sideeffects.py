@@ -319,15 +319,9 @@ class SideEffects:
     def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
         """Saves the globals of some names, also of those that do not exist yet."""
 
-        def read() -> dict[str, Any]:
-            return {name: home[name] for name in names if name in home}
-
-        def place(name: str) -> Place:
-            return Place(f"{prefix}{name}", ", a global,")
-
         names = [name for name in names if (id(home), name) not in self._globals]
         self._globals.update((id(home), name) for name in names)
-        self._hold_each(read, functools.partial(_write, home, read), place)
+        self._hold_items(home, lambda: names, lambda name: Place(f"{prefix}{name}", ", a global,"))
 
     def _visit_class(self, kind: type) -> None:
         """Saves the class attributes of a class of the user, and what its methods read."""
@@ -371,16 +365,30 @@ class SideEffects:
         self, home: dict[str, Any], code: str, owner: str, skipped: frozenset[str] = frozenset(), *,
         is_open: bool = True, kind: type | None = None,
     ) -> None:  # fmt: skip
+        def names() -> list[str]:
+            return [
+                name for name, one in home.items() if (name not in skipped if is_open else type(one) in (int, float))
+            ]
+
+        self._hold_items(home, names, lambda name: Place(f"{code}.{name}", owner), kind=kind, visits=is_open)
+
+    def _hold_items(
+        self, home: dict[str, Any], names: Callable[[], list[str]], place: Callable[[str], Place], *,
+        kind: type | None = None, visits: bool = True,
+    ) -> None:  # fmt: skip
+        """Saves the items of a dictionary at some names, also at those that do not exist yet."""
+
         def read() -> dict[str, Any]:
-            if is_open:
-                return {name: value for name, value in home.items() if name not in skipped}
-            return {name: value for name, value in home.items() if type(value) in (int, float)}
+            return {name: home[name] for name in names() if name in home}
 
-        def place(name: str) -> Place:
-            return Place(f"{code}.{name}", owner)
+        def write(saved: Mapping[str, Any]) -> None:
+            for name in read():
+                if name not in saved:
+                    del home[name]
+            home.update(saved)
 
-        for name, value in self._hold(read, functools.partial(_write, home, read), place, kind=kind).items():
-            if is_open:
+        for name, value in self._hold(read, write, place, kind=kind).items():
+            if visits:
                 self._visit(value, place(name))
 
     def _hold_named(self, owner: Any, names: list[str], place: Place) -> None:
@@ -395,13 +403,6 @@ class SideEffects:
 
         if names:
             self._hold_each(read, write, lambda name: place.at(f".{name}"))
-
-
-def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:
-    for name in read():
-        if name not in saved:
-            del home[name]
-    home.update(saved)
 
 
 def _slots(kind: type) -> list[str]:

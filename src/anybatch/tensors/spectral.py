@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-_PARAMETRIZATION: Any = parametrizations._SpectralNorm
+_PARAMETRIZATION: Any = getattr(parametrizations, "_SpectralNorm", None)  # private: it may be gone
 
 
 class PowerIterations:

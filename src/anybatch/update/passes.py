@@ -19,7 +19,7 @@ from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.loss.pieces import InPieces, Place
-from anybatch.loss.reducing import Joint
+from anybatch.loss.reducing import Joint, Stage
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
@@ -315,7 +315,7 @@ def _counted(
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
         with reducer.apart(task.modules), task.optimized(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
-        weights = reducer.forward_weights(weights)
+        weights = Weights(weights.parts, reducer.totals(weights.own_totals, Stage.FORWARD))
     return weights, batches
 
 

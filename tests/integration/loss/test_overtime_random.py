@@ -11,7 +11,7 @@ from torch import nn
 
 import anybatch
 import reference
-from anybatch.loss.chunkcall import ChunkCall
+from anybatch.loss.states import ChunkCall
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent, translator
 
 Draws = list[torch.Tensor]

@@ -142,3 +142,10 @@ def test_namespaces_that_refer_to_each_other_are_leaves() -> None:
     assert [leaf for _, _, leaf in leaves({"a": config, "b": 2}, "batch")][-1] == 2
     apart = SimpleNamespace(x=SimpleNamespace(y=1), z=SimpleNamespace(y=2))
     assert [leaf for _, _, leaf in leaves(apart, "batch")] == [1, 2]
+
+
+def test_what_is_registered_names_its_children_by_key() -> None:
+    found = [leaves(kind, "batch") for kind in (OrderedDict(x=[1]), defaultdict(int, {"y": 2}))]
+    assert [(label, path) for one in found for label, path, _ in one] == [
+        ("batch['x'][0]", ("x", "0")), ("batch['y']", ("y",)),
+    ]  # fmt: skip

@@ -253,14 +253,14 @@ def goes_back(model: Any, batch: Any) -> Any:
     return total(model, batch) / len(batch["x"])
 
 
-case("gradwatch._error", "take zero_grad() out of it", lambda: gradient_of(clears), lambda: same(ce))
+case("accumulate._error", "take zero_grad() out of it", lambda: gradient_of(clears), lambda: same(ce))
 for mended in (
     lambda m, b: ce(m, b) + total(m, b) / len(b["x"]),
     lambda m, b: {"a": ce(m, b), "b": total(m, b) / len(b["x"])},
     yielded(ce, lambda m, b: total(m, b) / len(b["x"])),
 ):
     case(
-        "gradwatch._error",
+        "accumulate._error",
         "take backward() out of it, and return the sum",
         lambda: gradient_of(goes_back),
         partial(same, mended),
@@ -484,7 +484,7 @@ case(
 )
 CALLS = itertools.count()
 case(
-    "outputs.check",
+    "outputs.refuse_others",
     "What it counts from call to call is given with the batch",
     lambda: gradient_of(coupled(lambda m, b: out(m, b) * next(CALLS))),
     lambda: same(coupled(lambda m, b: out(m, b) * b["calls"]), {**vectors(), "calls": next(CALLS)}),
@@ -494,7 +494,7 @@ for mended in (
     coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)), keep=1_000_000),
 ):
     case(
-        "outputs.check",
+        "outputs.refuse_others",
         "Draw from these and not from a generator of its own",
         lambda: gradient_of(coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)))),
         partial(gradient_of, mended),
@@ -514,7 +514,7 @@ def once_more(first: set[float]) -> Any:
 
 
 case(
-    "outputs.check",
+    "outputs.refuse_others",
     "when it ran again",
     lambda: gradient_of(coupled(once_more(set()), lambda m, o: pairs(m, o[0]))),
     lambda: same(coupled(out)),

@@ -124,32 +124,32 @@ for wrong, says, right in (
     ),
 ):
     case(
-        "chunkcall._checked_parts",
+        "states._checked_parts",
         says,
         partial(timed, over(wrong)),
         partial(same_in_time, over(right)),
     )
 case(
-    "chunkcall._checked_parts",
+    "states._checked_parts",
     "return (loss, state)",
     lambda: timed(over(lambda m, c, s: (step_by()(m, c, s)[0], None))),
     lambda: same_in_time(over()),
 )
 for wrong, says in ((lambda o: (yield o.mean()), "is a generator"), (lambda o: (o.mean(), {}), "behind the state")):
     case(
-        "chunkcall.__call__",
+        "states.__call__",
         says,
         partial(timed, over(step_by(wrong))),
         lambda: same_in_time(over(lambda m, c, s: (*step_by()(m, c, s), {"m": Mean(1.0, 1)}))),
     )
 case(
-    "chunkcall.__call__",
+    "states.__call__",
     "expected a new state: clone it first",
     lambda: timed(over(step_by(state=lambda s: s.mul_(0.5)))),
     lambda: same_in_rows(over(step_by(state=lambda s: s.clone().mul_(0.5)))),
 )
 case(
-    "chunkcall.__call__",
+    "states.__call__",
     "use the operation that does not write in place",
     lambda: timed(over(step_by(x=lambda c: c["x"].mul_(2)))),
     lambda: same_in_time(over(step_by(x=lambda c: c["x"] * 2))),
@@ -166,7 +166,7 @@ class BothWays(nn.Module):
 
 
 case(
-    "chunkcall._refuse_both_ways",
+    "states._refuse_both_ways",
     "OverTime(..., prepare=lambda model, batch: {**batch, 'x': model.rnn(batch['x'])[0]})",
     lambda: timed(over(lambda m, c, s: step_by()(m.top, {"x": m.rnn(c["x"])[0]}, s)), make=BothWays),
     lambda: same_in_time(
@@ -236,7 +236,7 @@ def drawing(result: Any) -> Any:
 
 
 case(
-    "chunkcall._evaluated",
+    "states._evaluated",
     "expected the loss itself in the place of the function",
     lambda: timed(drawing(lambda f: f)),
     lambda: timed(drawing(lambda f: f())),
@@ -422,7 +422,7 @@ case(
 ELSEWHERE = {
     "loss/accumulate._refuse_parameters_on_meta": "test_calls.py",
     "loss/losses._refuse_criterion": "test_bad_arguments.py",
-    "loss/chunkcall.refuse_hidden_dropout": "test_overtime_random.py",
+    "loss/states.refuse_hidden_dropout": "test_overtime_random.py",
 }
 
 

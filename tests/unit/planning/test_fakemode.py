@@ -19,8 +19,8 @@ from anybatch.planning.memorytrace import PassTrace, Tracer
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.dispatch import TorchDispatchMode
-from anybatch.tensors.fakemode import NAME as CONSTANT
-from anybatch.tensors.fakemode import Constants, QuickFakeMode
+from anybatch.tensors.fakes import NAME as CONSTANT
+from anybatch.tensors.fakes import Constants, QuickFakeMode
 from planning_models import FACTORIES, NAMES
 
 CPU = torch.device("cpu")
@@ -209,7 +209,7 @@ def test_modes_share_what_is_remembered_and_no_tensors() -> None:
             assert shares(results, x) == [False, True, True]
             assert results[2] is x
     del x, results
-    assert one.alive() == other.alive() == []
+    assert all(kept() is None for mode in (one, other) for kept in mode.given)
 
 
 class Between(TorchDispatchMode):
@@ -255,7 +255,7 @@ def test_what_is_remembered_keeps_nothing_alive() -> None:
         results = [torch.empty(4, 4).t().sum(0) for _ in range(3)]
     assert len(results) == 3
     del results
-    assert mode.alive() == []
+    assert all(kept() is None for kept in mode.given)
 
 
 def test_nothing_is_done_after_the_end() -> None:
