@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +32,19 @@ class Site(NamedTuple):
 NOWHERE = Site()
 
 
+def _called_by_users() -> Iterator[Any]:
+    """The frames between here and the user's line, the innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        yield frame
+        frame = frame.f_back
+
+
 def distribution_drawing() -> str:
     """The class of torch's distribution whose ``sample()`` the user's line called; empty if there is none."""
-    frame = sys._getframe(1)
-    found = ""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        if frame.f_code.co_name == "sample" and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
-            found = type(frame.f_locals.get("self")).__name__
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    drawing = [one for one in _called_by_users() if one.f_code.co_name == "sample"]
+    own = [one for one in drawing if one.f_code.co_filename.startswith(_DISTRIBUTIONS)]
+    return type(own[-1].f_locals.get("self")).__name__ if own else ""
 
 
 _COPYING = {"__deepcopy__": "deepcopy", "_save_to_state_dict": "state_dict"}
@@ -47,12 +52,7 @@ _COPYING = {"__deepcopy__": "deepcopy", "_save_to_state_dict": "state_dict"}
 
 def copying() -> str:
     """What the user's line called that makes other tensors with the values of parameters; empty if nothing did."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        if frame.f_code.co_name in _COPYING:
-            return _COPYING[frame.f_code.co_name]
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return next((_COPYING[one.f_code.co_name] for one in _called_by_users() if one.f_code.co_name in _COPYING), "")
 
 
 class CustomForward(NamedTuple):

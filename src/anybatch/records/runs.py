@@ -53,6 +53,11 @@ class Run:
         else:
             yield from (one for one in self.facts if isinstance(one, kinds))
 
+    def answers(self, probe: str, *words: str) -> list[_lossfacts.Probed]:
+        """The answers to a question that was put to copies: ``"yes"`` without words, else ``"no"`` or ``"unknown"``."""
+        asked = [one for one in self.of(_lossfacts.Probed) if one.probe == probe]
+        return [one for word in words or ("yes",) for one in asked if one.answer == word]
+
     @property
     def steps_of(self) -> dict[int, int]:
         """The number of steps of each optimizer that stepped."""

@@ -8,7 +8,7 @@ import pytest
 
 from anybatch.doctor import diagnosing
 from anybatch.doctor.diagnosing import diagnose, diagnosis, ranked
-from anybatch.doctor.rules.registry import Rule, all_rules
+from anybatch.doctor.rules.registry import Found, Rule, all_rules
 from anybatch.records.events import Backward, Ended, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -113,12 +113,12 @@ def test_nan_hangs_under_the_learning_rate() -> None:
 def test_a_rule_that_fails_is_noted_and_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(run: Run) -> list[Finding]:
+    def broken(run: Run) -> list[Found]:
         raise KeyError("norms")
 
     rules = {
         "BROKEN": Rule("AB1", "BROKEN", "error", (), broken),
-        "WORKS": Rule("AB2", "WORKS", "error", (), lambda run: [Finding("it works")]),
+        "WORKS": Rule("AB2", "WORKS", "error", (), lambda run: [Found(text="it works", since=0)]),
     }
     monkeypatch.setattr(diagnosing, "all_rules", lambda: rules)
     with caplog.at_level(logging.WARNING):

@@ -149,13 +149,9 @@ def _repeated(module: nn.Module) -> int:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if name.startswith("_") or name in ("training", "requires_grad") or len(found) >= _MOST_OPTIONS:
-            continue
-        if _is_plain(value):
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+    named = [entry for entry in vars(module).items() if entry[0] not in ("training", "requires_grad")]
+    plain = [(name, value) for name, value in named if not name.startswith("_") and _is_plain(value)]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain[:_MOST_OPTIONS]}
 
 
 def _is_plain(value: Any) -> bool:

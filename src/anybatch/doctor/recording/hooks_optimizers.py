@@ -4,6 +4,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from anybatch.doctor.recording.patches import function_in, noting
 from anybatch.doctor.recording.recordings import FIRST, Depth, Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Cleared, Stepped
-from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import has_numbers, unseen
 
 _LOOKS_AROUND = (0, 5)  # steps
@@ -27,20 +27,23 @@ _CLEARING = ("by", "number", "parameters", "of")
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
-class _Known(NamedTuple):
+@dataclass(slots=True)
+class _Known:
     """What is known of an optimizer, which groups may be added to."""
 
     optimizer: Any  # a weak reference
     number: int
-    ends: tuple[int, int]  # how many groups it has, and how many parameters the last one
-    parameters: frozenset[int]
+    ends: tuple[int, int] = (-1, -1)  # how many groups it has, and how many parameters the last one
+    parameters: frozenset[int] = frozenset()
+    count: int = 0  # of its steps
+    begun: int = 0  # the step of the run at which it began, if it has taken the place of another one
+    with_grad: tuple[int, int] = (0, -1)  # how many of its parameters had a gradient, and how many of all did then
 
 
 class _Begun(NamedTuple):
     """A step that has begun."""
 
     known: _Known  # of its optimizer
-    done: int  # how many steps came before it
     step: int  # the number by which it is decided whether it is sampled
     sampled: bool
     closure: bool  # whether it was given a function that takes the gradient
@@ -55,12 +58,10 @@ class OptimizerHooks:
     ) -> None:
         self.has_closure = False  # whether a step was given a function that takes the gradient
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
-        self.counts: dict[int, int] = {}
-        self._from: dict[int, int] = {}  # the step of the run at which an optimizer began
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
-        self._with_grad: dict[int, tuple[int, int]] = {}  # how many had a gradient, and how many of all did then
-        self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
-        self.known: dict[int, _Known] = {}
+        self._known: dict[int, _Known] = {}  # by the ``id`` of the optimizer
+        self._stepped: list[_Known] = []  # those that have stepped, also where the optimizer is gone
+        self._done = 0  # steps of all of them
         self._followed = set[Any]()  # functions
         # of steps within each other, as where a class calls ``super().step()``, the outermost is seen
         seen = partial(recording.around, self._before, self._after, "updates", owned=True, outermost=Depth())
@@ -91,9 +92,7 @@ class OptimizerHooks:
                 self._follow(cls)
         known = self._recording.numbering.known
         numbers = {known(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        after = sum(
-            count for number, count in self.counts.items() if not numbers.isdisjoint(self._parameter_numbers(number))
-        )
+        after = sum(one.count for one in self._stepped if not numbers.isdisjoint(one.parameters))
         self._made[id(optimizer)] = user_place(2), after
 
     @property
@@ -111,14 +110,14 @@ class OptimizerHooks:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> _Begun:
         recording = self._recording
-        known, groups = self.known.get(id(optimizer)), optimizer.param_groups
+        known, groups = self._known.get(id(optimizer)), optimizer.param_groups
         ends = len(groups), len(groups[-1]["params"]) if groups else 0
         if known is None or known.optimizer() is not optimizer or known.ends != ends:
             known = self._know(optimizer)
-        number, count, every = known.number, self.counts.get(known.number, 0), recording.sampling.every
+        number, count, every = known.number, known.count, recording.sampling.every
         if count in _LOOKS_AROUND:
             self._look_around(number)
-        step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
+        step = count if number < _MOST_BEGINNINGS else self._done
         sampled = (recording.looks or step < FIRST or not step % every) and recording.sampling.wants(step)
         closure = bool(args or kwargs) and any(map(callable, (*args, *kwargs.values())))
         self.has_closure = self.has_closure or closure
@@ -131,16 +130,16 @@ class OptimizerHooks:
         kept = self._samplers.kept
         if kept.on and number not in kept.redraws.without:
             self._samplers.safely("redraws", kept.redraws.look, number, optimizer)
-        return _Begun(known, count, step, sampled, closure, edited)
+        return _Begun(known, step, sampled, closure, edited)
 
     def _after(self, optimizer: Any, begun: _Begun, _: Any) -> None:
         recording, known = self._recording, begun.known
-        number, count, sampled = known.number, begun.done, begun.sampled
-        with_grad, of = self._with_grad.get(number, (0, -1))
+        number, count, sampled = known.number, known.count, begun.sampled
+        with_grad, of = known.with_grad
         if sampled or of != self._gradients.present:
             tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
             with_grad = sum(tensor.grad is not None for tensor in tensors)
-            self._with_grad[number] = with_grad, self._gradients.present
+            known.with_grad = with_grad, self._gradients.present
         zero = _are_zero(optimizer) if sampled else None
         groups, by = optimizer.param_groups, "scaler" if recording.in_scaler.count else "step"
         is_plain = len(groups) == 1 and type(groups[0].get("lr")) is float
@@ -149,11 +148,13 @@ class OptimizerHooks:
         recording.stepped = known.optimizer
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
-        self.counts[number] = count + 1
         counter = recording.counter
-        if count == 0 and counter.step > 1 and self._takes_over(known):
-            self._from[number] = counter.step
-        counter.step = max(counter.step, self._from.get(number, 0) + count + 1)
+        if count == 0:
+            if counter.step > 1 and self._takes_over(known):
+                known.begun = counter.step
+            self._stepped.append(known)
+        known.count, self._done = count + 1, self._done + 1
+        counter.step = max(counter.step, known.begun + count + 1)
         closely, step = recording.looks or self.has_closure, begun.step + 1
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
@@ -161,11 +162,15 @@ class OptimizerHooks:
 
     def _takes_over(self, known: "_Known") -> bool:
         """Whether an optimizer goes on where another has ended, as for fine-tuning; those of a game step in turn."""
-        stepped = [one for one in self.known.values() if one.number != known.number and self.counts.get(one.number)]
-        return all(one.optimizer() is None or one.parameters & known.parameters for one in stepped)
+        return all(one.optimizer() is None or one.parameters & known.parameters for one in self._stepped)
+
+    def steps_of(self, optimizer: Any) -> int:
+        """How many steps of an optimizer were seen."""
+        known = self._known.get(id(optimizer))
+        return known.count if known is not None and known.optimizer() is optimizer else 0
 
     def _cleared(self, by: str, owner: Any, *_: Any) -> None:
-        known = self.known.get(id(owner))
+        known = self._known.get(id(owner))
         if by == "module":
             number = self._recording.numbering.root_of(owner)
         else:
@@ -176,9 +181,12 @@ class OptimizerHooks:
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""
         number, groups = self.numbered(optimizer), optimizer.param_groups
-        ends = len(groups), len(groups[-1]["params"]) if groups else 0
-        known = _Known(weakref.ref(optimizer), number, ends, self._parameter_numbers(number))
-        self.known[id(optimizer)] = known
+        known = self._known.get(id(optimizer))
+        if known is None or known.number != number:
+            known = self._known[id(optimizer)] = _Known(weakref.ref(optimizer), number)
+        known.ends = len(groups), len(groups[-1]["params"]) if groups else 0
+        tables = self._recording.numbering.optimizer_table(number).groups
+        known.parameters = frozenset(one for group in tables for one in group.parameters)
         return known
 
     def _look_around(self, number: int) -> None:
@@ -199,23 +207,15 @@ class OptimizerHooks:
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
 
-    def _parameter_numbers(self, number: int) -> frozenset[int]:
-        groups = self._recording.numbering.optimizer_table(number).groups
-        known = self._numbers.get(number)
-        if known is None or known[0] is not groups:
-            known = self._numbers[number] = groups, frozenset(one for group in groups for one in group.parameters)
-        return known[1]
-
 
 @unseen
 def _are_zero(optimizer: Any) -> bool | None:
     """Whether all gradients of an optimizer are zero, ``None`` where there are none or that can't be said."""
     gradients = [t.grad for group in optimizer.param_groups for t in group["params"] if t.grad is not None]
-    dense = [one for one in gradients if one.layout is torch.strided and has_numbers(one)]
-    if not gradients or len(dense) < len(gradients):
+    if not gradients or not all(one.layout is torch.strided and has_numbers(one) for one in gradients):
         return None
-    dense.sort(key=torch.Tensor.numel)  # the smallest first, which mostly say it
-    return not any(bool(one.detach().any()) for one in dense)
+    gradients.sort(key=torch.Tensor.numel)  # the smallest first, which mostly say it
+    return not any(bool(one.detach().any()) for one in gradients)
 
 
 def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type]:

@@ -70,7 +70,7 @@ class ScalingHooks:
         optimizer = args[0] if args and call != "update" else None
         number = -1 if optimizer is None else self._optimizers.numbered(optimizer)
         self._read_scale(scaler)
-        return _Begun(optimizer, number, self._losses.scale, self._optimizers.counts.get(number, 0))
+        return _Begun(optimizer, number, self._losses.scale, self._optimizers.steps_of(optimizer))
 
     def _ended(self, call: str, scaler: Any, begun: _Begun, _: Any) -> None:
         recording, losses = self._recording, self._losses
@@ -83,7 +83,7 @@ class ScalingHooks:
             self.unscaled.clear()
             self._read_scale(scaler)
         else:
-            skipped = self._optimizers.counts.get(begun.number, 0) == begun.steps or _overflow(scaler, begun)
+            skipped = self._optimizers.steps_of(begun.optimizer) == begun.steps or _overflow(scaler, begun)
         values = begun.scale, losses.scale, skipped is True
         noted = recording.note(Scaler, (call, begun.number), values, ("call", "optimizer"))
         if isinstance(skipped, torch.Tensor):

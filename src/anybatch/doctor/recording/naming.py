@@ -87,44 +87,42 @@ def variable_of(thing: Any) -> str:
 def variables_of(things: Iterable[Any]) -> dict[int, str]:
     """What the user's code calls some things, by ``id``, all found at one go."""
     missing, found = {id(thing) for thing in things}, dict[int, str]()
-    frames = _frames()
     for named in (_names, _attributes):
-        seen = set[int]()  # the globals that several frames have
-        for whose in (USERS, _LIBRARYS):
-            for frame in frames:
-                if not missing:
-                    return found
-                if whose_file(frame.f_code.co_filename) == whose:
-                    with _Variables(frame) as variables:
-                        scopes = (variables,) if id(frame.f_globals) in seen else (variables, frame.f_globals)
-                        seen.add(id(frame.f_globals))
-                        for scope in scopes:
-                            for name, value in named(scope):
-                                if id(value) in missing:
-                                    missing.discard(id(value))
-                                    found[id(value)] = name
+        for scope in _scopes(USERS, _LIBRARYS):
+            if not missing:
+                return found
+            for name, value in named(scope):
+                if id(value) in missing:
+                    missing.discard(id(value))
+                    found[id(value)] = name
     return found
+
+
+def _scopes(*whose: int) -> Iterator[Any]:
+    """The variables of the running code: the local ones of each frame, and the globals of each module once."""
+    frames = [frame for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MOST_FRAMES)]
+    seen = set[int]()
+    for whose_it_is in whose:
+        for frame in frames:
+            if whose_file(frame.f_code.co_filename) == whose_it_is:
+                with _Variables(frame) as variables:
+                    yield variables
+                    if id(frame.f_globals) not in seen:
+                        seen.add(id(frame.f_globals))
+                        yield frame.f_globals
 
 
 def modules_in_sight() -> list[torch.nn.Module]:
     """The modules that the user's running code has names for, as variables or as attributes of these."""
     found: dict[int, torch.nn.Module] = {}
-    for frame in _frames():
-        if whose_file(frame.f_code.co_filename) == USERS:
-            with _Variables(frame) as variables:
-                for scope in (variables, frame.f_globals):
-                    for value in list(scope.values()):
-                        if isinstance(value, torch.nn.Module):
-                            found[id(value)] = value
-                        elif hasattr(value, "__dict__") and not callable(value) and not inspect.ismodule(value):
-                            for inner in list(vars(value).values())[:_MOST_ENTRIES]:
-                                if isinstance(inner, torch.nn.Module):
-                                    found[id(inner)] = inner
+    for value in (value for scope in _scopes(USERS) for value in list(scope.values())):
+        if isinstance(value, torch.nn.Module):
+            found[id(value)] = value
+        elif hasattr(value, "__dict__") and not callable(value) and not inspect.ismodule(value):
+            for inner in list(vars(value).values())[:_MOST_ENTRIES]:
+                if isinstance(inner, torch.nn.Module):
+                    found[id(inner)] = inner
     return list(found.values())
-
-
-def _frames() -> list[FrameType]:
-    return [frame for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MOST_FRAMES)]
 
 
 @functools.lru_cache(maxsize=256)

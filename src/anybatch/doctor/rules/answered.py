@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.rules.registry import NOWHERE, Found, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial, updates
 from anybatch.doctor.views.naming import (
     Names,
@@ -44,7 +43,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
     "of one row": lambda run, probed: "one row" in probed.detail,
     "of a table": lambda run, probed: "table" in probed.detail,
-    "no layers": lambda run, probed: not answers(run, "layers"),
+    "no layers": lambda run, probed: not run.answers("layers"),
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
 }
@@ -80,7 +79,7 @@ _WHERE: dict[str, Callable[[Run, Probed], Forward | tuple[str, int] | None]] = {
 def _of_copy(run: Run, probed: Probed) -> dict[str, Any]:
     """What the user's code calls a copy and the net that it was a copy of, and how much it takes of that one."""
     online, share = probed.evidence["online"], float(probed.evidence.get("share", 0))
-    every = [module_code(run, one.root, one.module) for one in answers(run, probed.probe)]
+    every = [module_code(run, one.root, one.module) for one in run.answers(probed.probe)]
     copied = module_code(run, probed.root, probed.module)
     followed = module_code(run, int(online), str(probed.evidence.get("online_module", "")))
     return {
@@ -108,7 +107,7 @@ def say(run: Run, code: str) -> Iterator[Found]:
     rows = [table | row for row in table.get("answers", [{}])]
     for (to, answer), group in groupby(rows, lambda row: (row["to"], row.get("answer", "yes"))):
         same = list(group)
-        for probed in answers(run, to, answer)[: 1 if same[0].get("once") else None]:
+        for probed in run.answers(to, answer)[: 1 if same[0].get("once") else None]:
             row = next((one for one in same if _fits(run, probed, one)), None)
             if row is not None:
                 yield _found(run, probed, row)

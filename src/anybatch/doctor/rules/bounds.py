@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
-from anybatch.doctor.views.measures import latest, outputs
+from anybatch.doctor.views.measures import gradients, latest, outputs
 from anybatch.doctor.views.naming import by_line, first_call, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
@@ -310,6 +310,5 @@ def gradients_zero(
 
 
 def _is_zero(one: OptimizerView, norms: Norms) -> bool:
-    entries = zip(norms.parameters, norms.grad, strict=False)
-    found = [grad for number, grad in entries if number in one.groups and grad is not None]
+    found = [grad for number, grad in gradients(norms).items() if number in one.groups]
     return bool(found) and not any(found)

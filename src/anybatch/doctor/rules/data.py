@@ -7,7 +7,6 @@ from dataclasses import replace
 from statistics import median
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.measures import SQUASHING
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
@@ -36,9 +35,9 @@ def input_scale(
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
     losses = course(run)
     learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
-    longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in answers(run, "rate"))
+    longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in run.answers("rate"))
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
-    learned = learned and not (answers(run, "scaled") and not learned_well(run))
+    learned = learned and not (run.answers("scaled") and not learned_well(run))
     small = [*_tiny_inputs(run, nothing)] or [*_drifting(run, times)]
     found = [*_inputs(run, far, share), *small, *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.measures import COPIES, followed, unused_names
+from anybatch.doctor.views.measures import COPIES, followed, gradients, unused_names
 from anybatch.doctor.views.naming import (
     at_line,
     counted,
@@ -195,14 +194,9 @@ def stepwise(kind: str) -> str:
 def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     """Parameters whose gradient is exactly zero in all samples, where such an operation is in the graph."""
     walks = [{op for kind in one.kinds if (op := stepwise(kind))} for one in run.of(Walk) if one.nodes]
-    same = next((one for one in answers(run, "flat") if one.evidence.get("constant")), None)
+    same = next((one for one in run.answers("flat") if one.evidence.get("constant")), None)
     ops = [str(same.evidence["op"])] if same is not None else sorted(walks[0].intersection(*walks)) if walks else []
-    seen = grouped(
-        (number, grad)
-        for norms in run.of(Norms)
-        for number, grad in zip(norms.parameters, norms.grad, strict=False)
-        if grad is not None
-    )
+    seen = grouped(entry for norms in run.of(Norms) for entry in gradients(norms).items())
     own = optimized(run)
     if same is not None:
         own &= frozenset(same.evidence["parameters"])
@@ -219,7 +213,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     if same is not None:
         why = "it gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
         fix = f"print the shape of what {op} is given: its axis needs more than one entry"
-    place = next((one for one in answers(run, "flat") if one.evidence["op"] == op), back)
+    place = next((one for one in run.answers("flat") if one.evidence["op"] == op), back)
     yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
         f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and {why[0]}.",
@@ -243,43 +237,32 @@ def _recurrent(run: Run, seen: Mapping[int, Sequence[float]], zero: list[int], b
     once = [one for one in zero if "weight_hh_l" in of[one] and part[one] not in still]
     # a layer of which nothing is read may be one whose loss counts for nothing yet
     unread = [one for one in zero if part[one] in still and part[one][:2] in read]
-    if unread:
-        yield _of_no_step(run, unread, len(seen[unread[0]]), back)
-    elif once:
-        yield _of_one_step(run, once, len(seen[once[0]]), back)
-
-
-def _of_no_step(run: Run, unread: list[int], samples: int, back: Backward) -> Found:
-    names, one = names_of(run, unread), run.parameters[unread[0]]
-    return Found(
-        text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
-        f"{counted(samples, 'sample')}: what they make in {module_code(run, one.root, one.module)} is in no loss.",
-        fix="torch.cat([hidden[-2], hidden[-1]], 1)  # the last layer has a state for each of its two directions",
-        cause="Of two directions hidden[-1] is the second one alone, and of several layers hidden[0] is not the last.",
-        since=back,
-        where=first_call(run, one.root),
-        parameters=unread,
-        module=(one.root, one.module),
-        evidence={"parameters": len(names), "samples": samples},
-        severity="warning",
-    )
-
-
-def _of_one_step(run: Run, once: list[int], samples: int, back: Backward) -> Found:
-    names, one = names_of(run, once), run.parameters[once[0]]
+    if not unread and not once:
+        return
+    zero = unread or once
+    names, one, samples = names_of(run, zero), run.parameters[zero[0]], len(seen[zero[0]])
     layer = module_code(run, one.root, one.module)
-    return Found(
+    why = f"what they make in {layer} is in no loss"
+    fix = "torch.cat([hidden[-2], hidden[-1]], 1)  # the last layer has a state for each of its two directions"
+    cause = "Of two directions hidden[-1] is the second one alone, and of several layers hidden[0] is not the last."
+    if not unread:
+        why = f"of {layer} only a first step, from a state of zeros, counts in the loss"
+        fix = (
+            "use the output of the last step, out[:, -1] with batch_first=True and out[-1] without; and give the layer "
+            "sequences, not one step at a time"
+        )
+        cause = "Weights between one step and the next are not trained where there is no next step."
+    yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
-        f"{counted(samples, 'sample')}: of {layer} only a first step, from a state of zeros, counts in the loss.",
-        fix="use the output of the last step, out[:, -1] with batch_first=True and out[-1] without; and give the layer "
-        "sequences, not one step at a time",
-        cause="Weights between one step and the next are not trained where there is no next step.",
+        f"{counted(samples, 'sample')}: {why}.",
+        fix=fix,
+        cause=cause,
         since=back,
         where=first_call(run, one.root),
-        parameters=once,
+        parameters=zero,
         module=(one.root, one.module),
         evidence={"parameters": len(names), "samples": samples},
-        severity="info" if _has_one_step(run, one) else "warning",
+        severity="info" if not unread and _has_one_step(run, one) else "warning",
     )
 
 

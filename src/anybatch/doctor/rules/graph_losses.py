@@ -2,14 +2,13 @@
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
@@ -22,7 +21,8 @@ from anybatch.doctor.views.windows import (
     optimized,
     parameters_by_root,
     trained_on,
-)  # fmt: skip
+    walked,
+)
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Probed, Walk
 from anybatch.records.paths import Cut, Paths, Term
@@ -129,7 +129,7 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         root = root_variable(run, run.parameters[min(optimizer.own)].root if optimizer.own else -1)
         others = [str(OptimizerView(run, number)) for number, held in sorted(every.items()) if held & parts]
         followed = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
-        asked = (one for one in answers(run, "cut off") if one.evidence["optimizer"] == step.optimizer)
+        asked = (one for one in run.answers("cut off") if one.evidence["optimizer"] == step.optimizer)
         cut = followed or next(asked, None)
         yield Found(
             text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
@@ -156,17 +156,13 @@ def _operation(cut: Any) -> str:
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
     """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used."""
     every, passed = members(run), by_event(run)
-    terms: tuple[tuple[int, ...], ...] = ()
     open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
     for one in run.facts:
-        if isinstance(one, Walk):
-            terms = one.terms or (one.reached,)
-        elif isinstance(one, Backward):  # one of autograd.grad gives .grad nothing, and its graph is its own
-            found = passed.get(id(one))
-            parts = [frozenset(term) for term in terms if term]
-            if found is not None:
+        if isinstance(one, Backward):
+            found, (walk, _) = passed.get(id(one)), walked(run).get(one.at, (Walk(), one))
+            parts = [frozenset(term) for term in walk.terms or (walk.reached,) if term]
+            if found is not None:  # one of autograd.grad gives .grad nothing, and its graph is its own
                 open_parts += [(found, part, None) for part in parts if found.touched is None or part & found.touched]
-            terms = ()
         elif isinstance(one, Stepped):
             own = every.get(one.optimizer, frozenset())
             open_parts = [(found, part, step or one) for found, part, step in open_parts if not part & own]
@@ -262,35 +258,28 @@ def _advantages(run: Run) -> Iterator[Found]:
         )
 
 
-class _Seen:
-    """Walks by step, and steps in order, so that each is looked up once."""
+def _kinds(run: Run, one: Pass) -> Mapping[str, int]:
+    """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
+    walk, _ = walked(run).get(one.fact.at, (Walk(), None))
+    return walk.kinds
 
-    def __init__(self, run: Run) -> None:
-        self.walks = grouped((walk.step, walk) for walk in run.of(Walk))
-        self.steps = list(run.of(Stepped))
-        self.stepped = [one.at for one in self.steps]
 
-    def kinds(self, one: Pass) -> frozenset[str]:
-        """The kinds of nodes of the graph that a backward went through; empty where it was not looked at."""
-        walks = self.walks.get(one.fact.step, ())
-        before = next((walk for walk in walks if one.fact.at - 2 <= walk.at < one.fact.at), None)
-        return frozenset(before.kinds) if before is not None else frozenset()
+def _regresses(run: Run, one: Pass) -> bool:
+    """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
+    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, one))
 
-    def regresses(self, one: Pass) -> bool:
-        """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-        return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in self.kinds(one))
 
-    def weights_logs(self, one: Pass) -> bool:
-        """Whether a backward was called on products with log-probabilities, and on no loss function of torch."""
-        own, losses = self.kinds(one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
-        logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in own)
-        return logs and any(k.startswith("Mul") for k in own) and not any(k.startswith(losses) for k in own)
+def _weights_logs(run: Run, one: Pass) -> bool:
+    """Whether a backward was called on products with log-probabilities, and on no loss function of torch."""
+    own, losses = _kinds(run, one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
+    logs = any(kind.startswith(("LogSoftmax", "Logsumexp", "Log")) for kind in own)
+    return logs and any(k.startswith("Mul") for k in own) and not any(k.startswith(losses) for k in own)
 
 
 def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
-    seen = _Seen(run)
+    steps = [(one.at, one.optimizer) for one in run.of(Stepped)]
     for one in optimizers(run) if len(members(run)) > 1 else ():
-        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one))]
+        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, steps, window, one))]
         if len(found) < times:
             continue
         step, leak, other = found[0]
@@ -309,13 +298,15 @@ def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
         )
 
 
-def _leak(run: Run, seen: _Seen, window: Window, view: OptimizerView) -> tuple[Pass, int] | None:
+def _leak(
+    run: Run, steps: list[tuple[int, int]], window: Window, view: OptimizerView
+) -> tuple[Pass, int] | None:  # fmt: skip
     """A backward in a window that belongs to another optimizer and whose gradient this one's step still used.
 
     Where the loss of the step reaches other nets as well, as that of a generator does, the two may be meant to add up,
     unless one is the opposite of the other.
     """
-    own, against = view.own, {one.evidence["first"] for one in answers(run, "opposed")
+    own, against = view.own, {one.evidence["first"] for one in run.answers("opposed")
                               if one.evidence["optimizer"] == view.number}  # fmt: skip
     for one in window.used[:-1]:
         last = window.used[-1]
@@ -327,9 +318,9 @@ def _leak(run: Run, seen: _Seen, window: Window, view: OptimizerView) -> tuple[P
             continue
         if last.touched - own and others[0] not in against:
             continue
-        begin, end = bisect(seen.stepped, one.fact.at), bisect(seen.stepped, last.fact.at)
-        between = any(step.optimizer in others for step in seen.steps[begin:end])
-        if between or (seen.regresses(last) and seen.weights_logs(one)):
+        begin, end = (bisect(steps, (back.fact.at,)) for back in (one, last))
+        between = any(number in others for _, number in steps[begin:end])
+        if between or (_regresses(run, last) and _weights_logs(run, one)):
             return one, others[0]
     return None
 

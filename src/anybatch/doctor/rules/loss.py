@@ -1,20 +1,17 @@
 """Rules of the family loss: what a loss function was given; ``bounds`` has those on the value it gives."""
 
 import math
-from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from anybatch.doctor.rules.answered import say
-from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
+from anybatch.doctor.rules.registry import LEARNS_NOTHING, NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.naming import by_line, qualified, root_variable
-from anybatch.doctor.views.windows import members
-from anybatch.records.events import Backward
+from anybatch.doctor.views.windows import members, walked
 from anybatch.records.lossfacts import Evaluated, LossCall, Probed, Walk
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Scored
 
 _SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
@@ -161,10 +158,7 @@ def _log_twice(run: Run, call: LossCall) -> Found:
     )
 
 
-@rule(
-    "AB602", "LOSS_BROADCAST", "error",
-    explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "INPUT_IGNORED", "LABEL_MISALIGNED", "CANNOT_FIT_BATCH"),
-)  # fmt: skip
+@rule("AB602", "LOSS_BROADCAST", "error", explains=(*LEARNS_NOTHING, "LR_TOO_LOW", "VANISHING", "LABEL_MISALIGNED"))
 def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of something else")) -> Iterator[Found]:
     """Losses whose result is larger than both of its arguments, or has each target for each row of predictions."""
     for calls in by_line(run).values():
@@ -220,9 +214,7 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
         if len(wrong) < least or len(wrong) * 2 < len(walks):
             continue
         shape, reached, every = wrong[0].spread, frozenset(wrong[0].reached), members(run)
-        lines = (
-            one for one in answers(run, "outer") if every.get(one.evidence.get("optimizer", -1), reached) & reached
-        )
+        lines = (one for one in run.answers("outer") if every.get(one.evidence.get("optimizer", -1), reached) & reached)
         result, other = (shape[0], shape[0]), shape[:1] if len(shape) == 2 else (*shape, 1)
         yield Found(
             text=f"The loss is made of a difference or product of shape {result}: an output of shape {shape} meets "
@@ -260,14 +252,7 @@ def _of_density(run: Run, least: float) -> Iterator[Found]:
 
 def _walks_by_spot(run: Run) -> dict[tuple[str, int], list[Walk]]:
     """The graphs of losses, by the line of their backward."""
-    found: dict[tuple[str, int], list[Walk]] = {}
-    backwards = [one for one in run.of(Backward) if one.function == "backward"]
-    at = [one.at for one in backwards]
-    for walk in run.of(Walk):
-        place = bisect(at, walk.at)
-        if place < len(at):
-            found.setdefault((backwards[place].file, backwards[place].line), []).append(walk)
-    return found
+    return grouped(((back.file, back.line), walk) for walk, back in walked(run).values() if back.function == "backward")
 
 
 def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
@@ -402,7 +387,7 @@ def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Foun
 
 def _not_shifted(run: Run, batches: float) -> Iterator[Found]:
     """Targets that a model which looks back only is given as its inputs: it has nothing to predict."""
-    for probed in answers(run, "time", "no"):
+    for probed in run.answers("time", "no"):
         calls = [one for one in run.of(LossCall) if one.root == probed.root and one.shift is not None]
         if len(calls) < batches or any(one.shift or one.classes < 2 for one in calls):
             continue

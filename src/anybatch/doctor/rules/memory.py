@@ -8,7 +8,7 @@ from dataclasses import replace
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.courses import updates
 from anybatch.doctor.views.naming import counted, listed, near
-from anybatch.doctor.views.windows import Pass, calls_of, passes
+from anybatch.doctor.views.windows import Pass, calls_of, passes, walked
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run
@@ -26,18 +26,14 @@ def graph_grows(
 ) -> Iterator[Found]:  # fmt: skip
     """Graphs that go on into earlier steps."""
     by_line: dict[tuple[str, int], list[tuple[Walk, Backward]]] = {}
-    walk: Walk | None = None
     counts: Counter[tuple[str, int]] = Counter()
-    for one in run.of(Walk, Backward):
-        if isinstance(one, Walk):
-            walk = one
-        elif isinstance(one, Backward) and one.function == "backward":
-            counts[one.file, one.line] += 1
-            if walk is not None and walk.nodes:
-                # Without an optimizer, as in updates by hand, each backward is a step.
-                passed = walk if run.steps else replace(walk, step=counts[one.file, one.line])
-                by_line.setdefault((one.file, one.line), []).append((passed, one))
-            walk = None
+    for one in passes(run):
+        counts[one.spot] += 1
+        walk, back = walked(run).get(one.fact.at, (Walk(), one.fact))
+        if walk.nodes:
+            # Without an optimizer, as in updates by hand, each backward is a step.
+            passed = walk if run.steps else replace(walk, step=counts[one.spot])
+            by_line.setdefault(one.spot, []).append((passed, back))
     for found in by_line.values():
         row = _growing(found, samples, unevenness)
         if not row:

@@ -5,7 +5,6 @@ from math import prod
 from pathlib import PurePath
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
 from anybatch.doctor.views.outcomes import learned_well, outcome
@@ -118,7 +117,7 @@ def train_in_eval(
             continue
         long = [one for one in rows if len(one) >= calls]
         if not (long or len(rows) >= calls) or any(
-            one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again")
+            one.root == root and int(one.evidence["calls"]) >= calls for one in run.answers("drawn again")
         ):
             continue
         one, variable = (long or rows)[0][0], root_variable(run, root)
@@ -149,7 +148,7 @@ def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
         return
     others = [one for one in run.of(Forward) if one.root != root and one.at > last and one.grad and one.training]
     steps = sum(at > last for at in updates(run))
-    drawn = any(one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again"))
+    drawn = any(one.root == root and int(one.evidence["calls"]) >= calls for one in run.answers("drawn again"))
     drifts = any(one.root == root and one.at > last and one.frozen for one in run.of(Buffers))  # FROZEN_BN_DRIFT's
     if len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn or drifts:
         return

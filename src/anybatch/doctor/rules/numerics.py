@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from anybatch.doctor.rules.crashes import crashed
-from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
+from anybatch.doctor.rules.registry import LEARNS_NOTHING, NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
 from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
@@ -23,10 +24,7 @@ _REMEDIES = (
 )
 
 
-@rule(
-    "AB551", "VANISHING", "warning", explains=("INPUT_IGNORED", "LR_TOO_LOW", "LOSS_CONSTANT", "CANNOT_FIT_BATCH"),
-    needs=(Norms,),
-)  # fmt: skip
+@rule("AB551", "VANISHING", "warning", explains=(*LEARNS_NOTHING, "LR_TOO_LOW"), needs=(Norms,))
 def vanishing(run: Run, *, squashings: float = Limit(4, "each shrinks it to a quarter at most")) -> Iterator[Found]:
     """Gradients that do not arrive at the first layers."""
     for one in measured(run):
@@ -149,7 +147,7 @@ def _exploded(one: OptimizerView, jump: _Jump, soon: float) -> str:
 
 @rule(
     "AB553", "DEAD_UNITS", "warning", needs=(Activations,),
-    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "GRAPH_CUT", "CANNOT_FIT_BATCH"),
+    explains=(*LEARNS_NOTHING, "VANISHING", "LR_TOO_LOW", "GRAPH_CUT"),
 )  # fmt: skip
 def dead_units(
     run: Run, *, share: float = Limit(0.9, "of the units: half of them rest in a healthy layer"),
@@ -205,10 +203,7 @@ def _units(sample: Activations) -> list[ModuleSample]:
     return [*sample.modules, *functional]
 
 
-@rule(
-    "AB554", "SATURATED", "warning", needs=(Activations,),
-    explains=("VANISHING", "INPUT_IGNORED", "LOSS_CONSTANT", "LR_TOO_LOW", "CANNOT_FIT_BATCH"),
-)  # fmt: skip
+@rule("AB554", "SATURATED", "warning", explains=(*LEARNS_NOTHING, "VANISHING", "LR_TOO_LOW"), needs=(Activations,))
 def saturated(
     run: Run, *, share: float = Limit(0.9, "of the outputs: a gate has half of them there"),
     samples: float = Limit(3, "one batch says little"),
@@ -266,10 +261,7 @@ _REPAIRS = {
 _ANOMALY = "with torch.autograd.set_detect_anomaly(True): ...  # around that step"
 
 
-@rule(
-    "AB555", "NAN_IN_FORWARD", "error",
-    explains=("NAN_IN_BACKWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
-)  # fmt: skip
+@rule("AB555", "NAN_IN_FORWARD", "error", explains=(*LEARNS_NOTHING, "NAN_IN_BACKWARD", "DEAD_UNITS"))
 def nan_in_forward(run: Run) -> Iterator[Found]:
     """The first number that is not finite, if it is not a gradient's."""
     first = next((one for one in run.of(NonFinite) if one.where != "gradient" and _matters(run, one)), None)
@@ -282,26 +274,33 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         else "A result on the way to the loss",
     }.get(first.where, first.where)  # fmt: skip
     by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
-    yield Found(
+    yield _not_finite(
+        run,
+        first,
         text=f"{what} {'have' if first.where == 'input' else 'has'} the first {first.value} of the run, at step "
-        f"{first.step - first.late}{by}{f': {first.detail}' if first.detail else ''}.",
-        fix=_repair(run, first),
+        f"{first.step - first.late}{by}",
         cause="No operation with a gradient made it: inputs, targets or weights of the loss had it, or it was "
         "computed of them, as the spread of a batch of one row. From the loss it goes into all gradients and weights."
         if first.where == "input"
         else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
-        since=first,
-        step=first.step - first.late,
-        where=_line(first),
-        parameters=first.parameters,
-        module=first.module,
-        evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step - first.late},
+        evidence={"where": first.where, "value": first.value, "op": first.op},
     )
 
 
-def _line(bad: NonFinite) -> tuple[str, int]:
-    """The line of the operation where only one can be meant, else the one that noticed it."""
-    return (bad.made_in, bad.made_at[0]) if len(bad.made_at) == 1 else (bad.file, bad.line)
+def _not_finite(run: Run, bad: NonFinite, text: str, cause: str, evidence: dict[str, Any]) -> Found:
+    """What is found of a number, at the line of the operation where only one can be meant, else where it was seen."""
+    step = bad.step - bad.late
+    return Found(
+        text=f"{text}{f': {bad.detail}' if bad.detail else ''}.",
+        fix=_repair(run, bad),
+        cause=cause,
+        since=bad,
+        step=step,
+        where=(bad.made_in, bad.made_at[0]) if len(bad.made_at) == 1 else (bad.file, bad.line),
+        parameters=bad.parameters,
+        module=bad.module,
+        evidence=evidence | {"step": step},
+    )
 
 
 def _made(bad: NonFinite) -> str:
@@ -349,10 +348,7 @@ def _repair(run: Run, bad: NonFinite) -> str:
     return next((text for name, text in _REPAIRS.items() if bad.op.startswith((name, f"Linalg{name}"))), _ANOMALY)
 
 
-@rule(
-    "AB556", "NAN_IN_BACKWARD", "error",
-    explains=("NAN_IN_FORWARD", "LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH"),
-)  # fmt: skip
+@rule("AB556", "NAN_IN_BACKWARD", "error", explains=(*LEARNS_NOTHING, "NAN_IN_FORWARD"))
 def nan_in_backward(run: Run) -> Iterator[Found]:
     """The first gradient that is not finite, if the loss was."""
     crash = list(crashed(run, "NAN_IN_BACKWARD"))[:1]
@@ -361,17 +357,13 @@ def nan_in_backward(run: Run) -> Iterator[Found]:
     if crash or bad is None or bad.where != "gradient" or bad.loss is None or _went_on(run, bad):
         return
     by = f", made by the backward of {_made(bad)}" if bad.op else ""
-    yield Found(
+    yield _not_finite(
+        run,
+        bad,
         text=f"A gradient{f' of {bad.parameters[0]}' if bad.parameters else ''} is {bad.value} at step "
-        f"{bad.step - bad.late}, while the loss is {bad.loss:.4g}{by}{f': {bad.detail}' if bad.detail else ''}.",
-        fix=_repair(run, bad),
+        f"{bad.step - bad.late}, while the loss is {bad.loss:.4g}{by}",
         cause="The slope of an operation is infinite where its value is finite, such as sqrt at 0.",
-        since=bad,
-        step=bad.step - bad.late,
-        where=_line(bad),
-        parameters=bad.parameters,
-        module=bad.module,
-        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss, "step": bad.step - bad.late},
+        evidence={"value": bad.value, "op": bad.op, "loss": bad.loss},
     )
 
 

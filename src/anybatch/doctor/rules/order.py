@@ -8,6 +8,7 @@ from statistics import mean
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.rules.wiring import in_no_group
+from anybatch.doctor.views.measures import gradients
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, left_out, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
@@ -318,6 +319,5 @@ def _weight(backs: list[Pass]) -> float:
 
 def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:
     """The norms of an optimizer's gradients; empty where all are zero."""
-    own = (grad for number, grad in zip(norm.parameters, norm.grad, strict=False) if number in one.own)
-    found = tuple(grad for grad in own if grad is not None)
+    found = tuple(grad for number, grad in gradients(norm).items() if number in one.own)
     return found if any(found) else ()

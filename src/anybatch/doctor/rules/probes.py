@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
@@ -37,7 +36,7 @@ _LEAKS = {
 @rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
-    for probed in answers(run, "batch"):
+    for probed in run.answers("batch"):
         where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
         fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
         yield Found(
@@ -75,7 +74,7 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
 @rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",), needs=(Probed, LossCall))
 def time_leak(run: Run) -> Iterator[Found]:
     """Outputs that depend on later inputs in a model of the next token."""
-    for probed in answers(run, "time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
+    for probed in run.answers("time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
         where = f" through {probed.module}" if probed.module else ""
         fix, cause = _LEAKS["moved" if probed.evidence.get("op") in _RESHAPING else "seen"]
         yield Found(

@@ -8,7 +8,6 @@ from typing import Any
 
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.measures import (
     FAR_TOO_LONG,
@@ -21,9 +20,9 @@ from anybatch.doctor.views.measures import (
     told_apart,
 )
 from anybatch.doctor.views.naming import by_line, parameter_name
-from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
+from anybatch.doctor.views.optimizing import OptimizerView, announced, measured, schedules
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome, weighs_rewards
-from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
+from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms, Scored
@@ -112,7 +111,7 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
     """
     if len(one.steps) < steps or any(True for _ in one.run.of(Scored)):
         return None
-    found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
+    found = (probed for probed in one.run.answers("rate") if probed.evidence["optimizer"] == one.number)
     asked = next(found, None)
     if asked is None:
         return None
@@ -240,7 +239,7 @@ def _risen(one: OptimizerView, early: float) -> _Long | None:
 def _may_rise(run: Run) -> bool:
     """Whether more reward makes a loss larger; of an interrupted run, which was not asked, whether it may."""
     of_scores = any(True for _ in run.of(Scored)) and not by_line(run)
-    return weighs_rewards(run) or (of_scores and not answers(run, "rewarded", "unknown"))
+    return weighs_rewards(run) or (of_scores and not run.answers("rewarded", "unknown"))
 
 
 def _lost_a_number(one: OptimizerView, long: _Long) -> _Harm | None:
@@ -416,7 +415,7 @@ def lr_too_low(
             yield _found_by_trial(one, asked)
             continue
         ratios = [value for norms in one.samples if (value := ratio(run, norms)) is not None]
-        lrs = [max(step.lrs) for step in one.steps if step.lrs]
+        lrs = one.rates
         if not losses.stands or losses.last < 1e-4 or not lrs or max(lrs) == 0 or _still_rises(lrs, steps):
             continue
         if len(one.steps) < steps or len(ratios) < 5 or max(ratios) >= most or not _rate_is_to_blame(one):
@@ -460,10 +459,8 @@ _CALLS, _APART = 4, 5
 
 def _unfinished(run: Run) -> Iterator[Found]:
     """Warm-ups that are stepped once an epoch, and are far from their end when the run is over."""
-    for number, facts in run.schedulers.items():
-        calls = [one for one in run.of(Scheduled) if one.scheduler == number and one.after]
-        one, bases = OptimizerView(run, facts.optimizer), facts.options.get("base_lrs")
-        base = facts.options.get("peak") or (max(bases) if isinstance(bases, list) and bases else 0.0)
+    for schedule in schedules(run):
+        one, base, calls = schedule.optimizer, schedule.peak, [call for call in schedule.calls if call.after]
         rates = [max(call.after) for call in calls]
         is_of_epochs = len(calls) >= _CALLS and _APART * len(calls) <= len(one.steps)
         if not is_of_epochs or base <= 0 or one.losses.converged or rates != sorted(set(rates)):
@@ -471,11 +468,13 @@ def _unfinished(run: Run) -> Iterator[Found]:
         used = max(max(step.lrs, default=0.0) for step in one.steps)
         if not 0 < used < _WARM * base:
             continue
-        name, each = facts.variable or "scheduler", len(one.steps) // len(calls)
+        each = len(one.steps) // len(calls)
         yield Found(
             text=f"The learning rate of {one} never passes {used:.2g}, {used / base:.0%} of its {base:g}: the warm-up "
-            f"of {name} ({facts.cls}) is stepped once in {each} steps, {len(calls)} times, and has not ended.",
-            fix=f"step {name} after each step of {one}, or give it the number of epochs that its warm-up should take",
+            f"of {schedule} ({schedule.facts.cls}) is stepped once in {each} steps, {len(calls)} times, and has not "
+            "ended.",
+            fix=f"step {schedule} after each step of {one}, or give it the number of epochs that its warm-up should "
+            "take",
             cause="The schedule counts its calls; a warm-up of so many batches lasts as many epochs here.",
             since=calls[0],
             optimizer=one.number,

@@ -4,13 +4,12 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from anybatch.doctor import rules
-from anybatch.doctor.views.asked import began
 from anybatch.doctor.views.naming import (
     Located,
     common_module,
@@ -20,6 +19,7 @@ from anybatch.doctor.views.naming import (
     optimizer_variable,
     qualified,
 )
+from anybatch.records.events import Backward
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Probed
@@ -32,14 +32,15 @@ FAMILIES = {
 """The families, and the first of the fifty codes that each has."""
 
 
-STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS",
-                "LABELS_UNRELATED")  # fmt: skip
+LEARNS_NOTHING = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH")
+"""What may follow from whatever keeps a model from learning."""
+
+STANDS_STILL = (*LEARNS_NOTHING, "LR_TOO_LOW", "VANISHING", "DEAD_UNITS", "LABELS_UNRELATED")
 """What may follow where some or all of a model is not updated."""
 
-RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED", "DEAD_UNITS",
-             "INPUT_IGNORED", "VANISHING", "LOSS_CONSTANT", "CLIP_ALWAYS_ON", "CANNOT_FIT_BATCH")  # fmt: skip
+RUNS_AWAY = (*LEARNS_NOTHING, "LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED",
+             "DEAD_UNITS", "VANISHING", "CLIP_ALWAYS_ON")  # fmt: skip
 """What may follow where updates are too long."""
-
 
 NOWHERE = ("", 0)
 """The line of a finding that has none."""
@@ -129,7 +130,8 @@ class Found:
     def finding(self, run: Run, rule: "Rule") -> Finding:
         """The finding."""
         asked = self.since if isinstance(self.since, Probed) else None
-        since = self.since if asked is None else began(run)
+        # a wiring fault is there from the first backward on, however late it was asked for
+        since = self.since if asked is None else next((one.at for one in run.of(Backward)), 0)
         seen = since if self.step is None else self.step
         return Finding(
             message=self.text,
@@ -147,7 +149,7 @@ class Found:
         )
 
 
-Judge = Callable[..., Iterable[Found | Finding]]
+Judge = Callable[..., Iterable[Found]]
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,7 @@ class Rule:
         """What it finds in a run, the earliest first."""
         if any(next(run.of(kind), None) is None for kind in self.needs):
             return []
-        found = [
-            one.finding(run, self)
-            if isinstance(one, Found)
-            else replace(one, code=self.code, name=self.name, severity=one.severity or self.severity)
-            for one in self.judge(run, **limits)
-        ]
+        found = (one.finding(run, self) for one in self.judge(run, **limits))
         return sorted(found, key=lambda one: one.at)
 
 

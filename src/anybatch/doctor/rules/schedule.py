@@ -3,57 +3,28 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.optimizing import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, ScheduleView, optimizers, schedules
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
 from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
-from anybatch.records.runs import Run, remembered
-from anybatch.records.tables import SchedulerFacts
+from anybatch.records.runs import Run
 
 _LASTS = "steps, to be spoken of: the last ones of a schedule may be this low"
-
-
-def _rated(one: OptimizerView) -> list[Stepped]:
-    """The steps whose learning rates are known."""
-    return [step for step in one.steps if step.lrs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """A scheduler with its optimizer, its calls, and the steps of that."""
-
-    facts: SchedulerFacts
-    optimizer: OptimizerView
-    calls: list[Scheduled]
-    steps: list[Stepped]
-
-    def __str__(self) -> str:
-        return self.facts.variable or "scheduler"
-
-
-@remembered
-def _schedules(run: Run) -> list[_Schedule]:
-    found = []
-    for number, facts in run.schedulers.items():
-        one = OptimizerView(run, facts.optimizer)
-        found.append(_Schedule(facts, one, [c for c in run.of(Scheduled) if c.scheduler == number], _rated(one)))
-    return found
 
 
 @rule("AB503", "LR_ZERO", "warning", explains=("LOSS_CONSTANT", "LR_COLLAPSED"))
 def lr_zero(run: Run, *, steps: float = Limit(10, _LASTS)) -> Iterator[Found]:
     """Steps with learning rate zero for all groups."""
     for one in optimizers(run):
-        rates = [max(step.lrs) for step in _rated(one)]
+        rates = one.rates
         tail = next((index for index, rate in enumerate(reversed(rates)) if rate), len(rates))
         if tail < steps or tail < len(rates) / 4 or rates.count(0) > tail + steps:
             continue
-        first, used = _rated(one)[len(rates) - tail], max(rates)
-        drives = [each for each in _schedules(run) if each.optimizer.number == one.number]
+        first, used = one.rated[len(rates) - tail], max(rates)
+        drives = [each for each in schedules(run) if each.optimizer.number == one.number]
         driver = f", driven by {drives[0]} ({drives[0].facts.cls})" if drives else ""
         yield Found(
             text=f"The learning rate of {one} is 0 from step {first.number} on, for {tail} of {len(rates)} "
@@ -67,11 +38,12 @@ def lr_zero(run: Run, *, steps: float = Limit(10, _LASTS)) -> Iterator[Found]:
         )
 
 
-def _stretched(one: _Schedule) -> str:
+def _stretched(one: ScheduleView) -> str:
+    steps = len(one.optimizer.rated)
     for option in ("total_steps", "T_max", "total_iters"):
         if option in one.facts.options:
-            return f"{one} = {one.facts.cls}({option}={len(one.steps)}, ...)  # it was {one.facts.options[option]}"
-    return f"{one}: let its function reach 0 only at the last of {len(one.steps)} steps"
+            return f"{one} = {one.facts.cls}({option}={steps}, ...)  # it was {one.facts.options[option]}"
+    return f"{one}: let its function reach 0 only at the last of {steps} steps"
 
 
 def _fallen(rates: list[float], share: float) -> int | None:
@@ -88,8 +60,7 @@ def lr_collapsed(
 ) -> Iterator[Found]:  # fmt: skip
     """Rates that fall below a thousandth for half of the run."""
     for one in optimizers(run):
-        done = _rated(one)
-        rates = [max(step.lrs) for step in done]
+        done, rates = one.rated, one.rates
         first = _fallen(rates, share) if rates else None
         if first is None or max(rates[first:]) == 0 or one.losses.converged:
             continue
@@ -116,9 +87,10 @@ def sched_too_often(
 ) -> Iterator[Found]:  # fmt: skip
     """Schedules that are over long before the run is."""
     per_epoch = max((one.batches for one in run.of(Epoch) if one.batches > 0), default=0)
-    for one in _schedules(run):
-        too_few = len(one.calls) < max(calls, share * len(one.steps))
-        if too_few or not one.steps or per_epoch == 1 or one.optimizer.losses.converged:
+    for one in schedules(run):
+        done, rates = one.optimizer.rated, one.optimizer.rates
+        too_few = len(one.calls) < max(calls, share * len(done))
+        if too_few or not done or per_epoch == 1 or one.optimizer.losses.converged:
             continue
         reason = _over(one, per_epoch, steps)
         shown = ("step_size", "gamma", "milestones", "T_max", "patience", "factor")
@@ -126,21 +98,21 @@ def sched_too_often(
         if reason:
             yield Found(
                 text=f"{one} ({', '.join([one.facts.cls, *options])}) is stepped after every batch, {len(one.calls)} "
-                f"times in {len(one.steps)} steps: {reason}.",
+                f"times in {len(done)} steps: {reason}.",
                 fix=f"{one}.step()  # once per epoch, outside the loop over batches",
                 cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
                 since=one.calls[0],
                 optimizer=one.optimizer.number,
                 evidence={
-                    "calls": len(one.calls), "steps": len(one.steps), "batches_per_epoch": per_epoch or None,
-                    "highest_lr": max(max(step.lrs) for step in one.steps), "last_lr": max(one.steps[-1].lrs),
+                    "calls": len(one.calls), "steps": len(done), "batches_per_epoch": per_epoch or None,
+                    "highest_lr": max(rates), "last_lr": rates[-1],
                 },
             )  # fmt: skip
 
 
-def _over(one: _Schedule, per_epoch: int, steps: float) -> str:
+def _over(one: ScheduleView, per_epoch: int, steps: float) -> str:
     """Why the schedule does not fit the run, empty if it does."""
-    rates, half = [max(step.lrs) for step in one.steps], len(one.steps) / 2
+    rates, half = one.optimizer.rates, len(one.optimizer.rated) / 2
     fallen = _fallen(rates, 0.01) or None  # not one that was never up
     for_epochs = one.facts.cls in ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
     limit = max(per_epoch, half) if for_epochs else min(per_epoch, len(rates)) if per_epoch > 1 else half
@@ -158,14 +130,15 @@ def _over(one: _Schedule, per_epoch: int, steps: float) -> str:
 @rule("AB506", "SCHED_STALE_OPT", "error", explains=(*RUNS_AWAY, "LR_TOO_LOW"), needs=(Scheduled,))
 def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another part of the run")) -> Iterator[Found]:
     """Schedulers whose optimizer does not step."""
-    for one in _schedules(run):
-        end = one.steps[-1].at if one.steps else -1
+    for one in schedules(run):
+        done = one.optimizer.rated
+        end = done[-1].at if done else -1
         others = {each: later for each in optimizers(run) if len(later := _after(each, end)) >= steps}
         others.pop(one.optimizer, None)
         begin = min((later[0].at for later in others.values()), default=0)
         idle = [call for call in one.calls if others and call.at > begin]
         moved = {rate for call in idle for rate in call.after} - {rate for call in idle[:1] for rate in call.before}
-        driven = {each.optimizer.number for each in _schedules(run) if each.calls and each is not one}
+        driven = {each.optimizer.number for each in schedules(run) if each.calls and each is not one}
         free = [each for each in others if each.number not in driven]
         if len(idle) < steps or not free or any(moved & set(step.lrs) for each in free for step in others[each]):
             continue
@@ -185,7 +158,7 @@ def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another 
 
 
 def _after(one: OptimizerView, at: int) -> list[Stepped]:
-    return [step for step in _rated(one) if step.at > at]
+    return [step for step in one.rated if step.at > at]
 
 
 def _made(one: OptimizerView) -> str:
@@ -202,7 +175,7 @@ def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
         replaced = load.lrs_before and load.lrs_before != load.lrs_after
         if not replaced or not after or any(step.lrs != load.lrs_after for step in after):
             continue
-        scheduled = any(each.optimizer.number == load.number for each in _schedules(run)) or any(
+        scheduled = any(each.optimizer.number == load.number for each in schedules(run)) or any(
             call.at > load.at for call in run.of(Scheduled)
         )
         if scheduled or any(other.into == "scheduler" for other in run.of(Loaded)):
@@ -226,13 +199,14 @@ def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
 )  # fmt: skip
 def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest factor is known")) -> Iterator[Found]:
     """Rates that are multiplied with themselves."""
-    for one in _schedules(run):
+    for one in schedules(run):
         bases = one.facts.options.get("base_lrs")
         base = bases[0] if isinstance(bases, list) and bases and isinstance(bases[0], int | float) else 0.0
-        if one.facts.cls != "LambdaLR" or not 0 < base < 0.5 or len(one.steps) < steps:
+        if one.facts.cls != "LambdaLR" or not 0 < base < 0.5 or len(one.optimizer.rated) < steps:
             continue  # from 0.5 on a square can't be told from a rate
-        rates = [step.lrs[0] for step in one.steps]
-        highest, optimizer = max(rates), one.optimizer
+        optimizer, done = one.optimizer, one.optimizer.rated
+        rates = [step.lrs[0] for step in done]
+        highest = max(rates)
         if not math.isclose(highest, base * base, rel_tol=1e-6) or rates.index(highest) == len(rates) - 1:
             continue
         names = one.facts.options.get("lr_lambdas")
@@ -244,12 +218,12 @@ def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest fa
             fix=f"{name} = LambdaLR({optimizer}, lambda epoch: {given} / {base:g})  # a factor of lr, 1 at its highest",
             cause="LambdaLR multiplies the rate of the optimizer with what its function gives; a rate is squared.",
             since=min(fact.at for fact in (*optimizer.steps[:1], *optimizer.samples[:1])),
-            step=one.steps[0],
+            step=done[0],
             where=one.facts,
             optimizer=optimizer.number,
             evidence={
                 "initial_lr": base, "highest_factor": highest / base, "highest_lr": highest,
-                "scheduler_steps": len(one.calls), "steps": len(one.steps),
+                "scheduler_steps": len(one.calls), "steps": len(done),
             },
             severity="info" if course(run, optimizer.number).converged else "",
         )  # fmt: skip
@@ -265,9 +239,9 @@ def warmup_too_long(
         return
     resumed = any(one.into in ("optimizer", "scheduler") for one in run.of(Loaded))  # perhaps a part of a longer run
     for one in optimizers(run):
-        rates = [max(step.lrs) for step in _rated(one)]
-        drives = [each for each in _schedules(run) if each.optimizer.number == one.number and each.calls]
-        top = max([_leads_to(each.facts) for each in drives] or [one.facts.default_lr])
+        rates = one.rates
+        drives = [each for each in schedules(run) if each.optimizer.number == one.number and each.calls]
+        top = max([each.peak for each in drives] or [one.facts.default_lr])
         cyclic = any("Cyclic" in each.facts.cls or "Restarts" in each.facts.cls for each in drives)
         if len(rates) < steps or cyclic or one.losses.converged or rates[-1] >= share * top:
             continue
@@ -279,17 +253,11 @@ def warmup_too_long(
             f"{rates[-1]:.3g}: the warm-up is longer than the run, and the {top:g} that {of} is never reached.",
             fix=f"a warm-up of {max(1, len(rates) // 20)} of {len(rates)} steps",
             cause="A warm-up takes the first few percent of a run; counted for a longer one, it is all there is.",
-            since=_rated(one)[0],
+            since=one.rated[0],
             where=drives[0].facts if drives else one.facts,
             optimizer=one.number,
             evidence={"first_lr": rates[0], "last_lr": rates[-1], "initial_lr": top, "steps": len(rates)},
         )
-
-
-def _leads_to(facts: SchedulerFacts) -> float:
-    """The highest rate of a schedule, 0 if it is not known."""
-    bases = facts.options.get("base_lrs")
-    return float(facts.options.get("peak") or (max(bases) if isinstance(bases, list) and bases else 0.0))
 
 
 def _rises(rates: list[float], begin: float) -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from statistics import fmean, stdev
 
 from anybatch.doctor.rules.answered import say
-from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
+from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
@@ -23,7 +22,7 @@ _LOOKS, _TARGETS = 5, 100
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
-@rule("AB656", "LABELS_UNRELATED", "warning", explains=("CANNOT_FIT_BATCH", "LOSS_CONSTANT", "INPUT_IGNORED"))
+@rule("AB656", "LABELS_UNRELATED", "warning", explains=LEARNS_NOTHING)
 def labels_unrelated(
     run: Run, *, flat: float = Limit(0.95, "of a constant guess, in the first pass over the data")
 ) -> Iterator[Found]:
@@ -31,7 +30,7 @@ def labels_unrelated(
     torn = list(say(run, "AB656"))
     yield from torn
     yield from _terms_apart(run, flat)
-    for probed in answers(run, "labels") if not torn else ():
+    for probed in run.answers("labels") if not torn else ():
         word = outcome(run).word
         if (word == "learning" and not _at_first(run) > flat) or (
             probed.evidence.get("fresh") and word != "not learning"
@@ -53,8 +52,8 @@ def labels_unrelated(
 def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
     """Terms of a loss that is learned otherwise, which are the same with the targets of other rows."""
     word = outcome(run).word
-    asked = [one for answer in ("yes", "no") for one in answers(run, "related", answer)]
-    for probed in asked if word != "not learning" and not any(run.of(Scored)) else ():
+    asks = word != "not learning" and not any(run.of(Scored))
+    for probed in run.answers("related", "yes", "no") if asks else ():
         steps = len(OptimizerView(run, int(probed.evidence["optimizer"])).steps)
         enough = steps >= ENOUGH_STEPS and steps * int(probed.evidence["rows"]) >= ENOUGH_TARGETS
         for term in probed.evidence.get("apart", ()) if enough else ():
@@ -76,7 +75,7 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
 
 def _is_slow(run: Run, optimizer: int) -> bool:
     """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
-    asked = [one.evidence for answer in ("yes", "no") for one in answers(run, "rate", answer)]
+    asked = (one.evidence for one in run.answers("rate", "yes", "no"))
     return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
 
 
@@ -130,7 +129,7 @@ def _of_one_value(run: Run) -> Probed | None:
     known = [one for one in run.of(LossCall) if one.target_mean is not None and not one.classes]
     firm = len(known) >= _LOOKS and sum(one.items for one in known) >= _TARGETS
     same = firm and all(not one.target_std and one.target_mean == known[0].target_mean for one in known)
-    return next(iter(answers(run, "related", "no")), None) if same else None
+    return next(iter(run.answers("related", "no")), None) if same else None
 
 
 def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterator[Found]:

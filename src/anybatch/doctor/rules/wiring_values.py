@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -301,8 +300,8 @@ def param_unused(
     if idle and step is not None:
         names, first = Names(names_of(run, idle)), run.parameters[idle[0]]
         shapes = [list(run.parameters[one].shape) for one in idle]
-        again = next((one for one in answers(run, "twice") if one.evidence["shape"] in shapes), None)
-        lost = next((one for one in answers(run, "dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
+        again = next((one for one in run.answers("twice") if one.evidence["shape"] in shapes), None)
+        lost = next((one for one in run.answers("dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
         after = _taken_instead(run, idle, uncalled)
         for_nothing = run.steps >= late and all(_is_computed(run, run.parameters[one]) for one in idle)
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""

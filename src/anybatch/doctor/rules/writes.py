@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median_high
 
-from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import Course, groups_of
 from anybatch.doctor.views.measures import Entry, entries, ratio
 from anybatch.doctor.views.naming import module_code, parameter_name
@@ -72,7 +72,7 @@ def update_lost_precision(
 
 @rule(
     "AB558", "SYMMETRIC_INIT", "error", needs=(Norms,),
-    explains=("LOSS_CONSTANT", "VANISHING", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_LOW"),
+    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_LOW"),
 )  # fmt: skip
 def symmetric_init(
     run: Run, *, share: float = Limit(0.6, "of the first ten samples: rounding tells equal rows apart later")
@@ -157,7 +157,7 @@ def _code(run: Run, facts: ParameterFacts) -> str:
 
 @rule(
     "AB559", "DECAY_DOMINATES", "warning", needs=(Norms,),
-    explains=("VANISHING", "LOSS_CONSTANT", "INPUT_IGNORED", "DEAD_UNITS", "CANNOT_FIT_BATCH", "LR_TOO_HIGH"),
+    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_HIGH"),
 )  # fmt: skip
 def decay_dominates(
     run: Run, *, share: float = Limit(0.05, "of the weights at each step, against which nothing can be learned"),
@@ -171,7 +171,7 @@ def decay_dominates(
         if not one.samples or one.samples[-1].number < steps or not decay or losses.converged or not losses.finite:
             continue
         decoupled = "adamw" in cls.lower()
-        rate = decay * max((max(step.lrs) for step in one.steps if step.lrs), default=0.0)
+        rate = decay * max(one.rates, default=0.0)
         shrinking = rate >= share and (decoupled or cls == "SGD" or not losses.fell)
         usual = median_high(_decay(run, norms, decoupled) for norms in one.samples)
         first, last = (math.hypot(*(each.weight for each in entries(run, one.samples[index]))) for index in (0, -1))

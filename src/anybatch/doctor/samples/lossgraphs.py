@@ -8,6 +8,7 @@ from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, followin
 _MOST_TERMS = 8
 _MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
 _MOST_TOP = 6
+_LONGEST_CHAIN = 12
 SCORES = "anybatch.doctor.scores"
 """Marks what ``log_prob`` gave: the shape of the distributions where each scores all of as many values, else empty."""
 
@@ -83,47 +84,44 @@ def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, 
     return found
 
 
+def _chain(node: Any, names: Mapping[Any, str], also: tuple[str, ...] = ()) -> Iterator[tuple[str, list[Any]]]:
+    """A node and those that it is made of by scaling, moving, and what begins like ``also``: names, and all inputs."""
+    for _ in range(_LONGEST_CHAIN):
+        name, before = names.get(node, ""), following(node)
+        yield name, before
+        real = [after for after in before if after is not None]
+        if not real or not (name in SCALING or name in MOVING or name.startswith(also)):
+            return
+        node = real[0]
+
+
 def _is_log(node: Any, names: Mapping[Any, str]) -> bool:
     """Whether a tensor holds logarithms: of a softmax, or scores less their logsumexp, of which some are picked."""
-    for _ in range(12):
-        name, before = names.get(node, ""), [after for after in following(node) if after is not None]
-        is_sure = name.startswith(
-            ("LogSoftmax", "Logsumexp", "NllLoss", "Softmax")
-        )  # the logarithm of any number is not
-        if is_sure or any(names.get(one) == "LogsumexpBackward0" for one in before):
-            return True
-        if not before or not (name in SCALING or name in MOVING or name.startswith(_PICKING)):
-            return False
-        node = before[0]
-    return False
+    return any(
+        name.startswith(("LogSoftmax", "Logsumexp", "NllLoss", "Softmax"))  # the logarithm of any number is none
+        or any(names.get(one) == "LogsumexpBackward0" for one in before)
+        for name, before in _chain(node, names, _PICKING)
+    )
 
 
 def _is_score(node: Any, names: Mapping[Any, str], *, inner: bool = False) -> bool:
     """Whether a tensor may hold log-probabilities, or ratios of probabilities; a learned scale does not."""
-    for _ in range(12):
-        name, before = names.get(node, ""), [after for after in following(node) if after is not None]
+    for name, before in _chain(node, names, ("Sum", "Mean", "Clamp")):
         if name.startswith(_LOGARITHMIC):
             return True
-        if name == "ExpBackward0" and before and not inner:
+        if name == "ExpBackward0" and before[0] is not None and not inner:
             return _is_score(before[0], names, inner=True)
-        if not before or not (name in SCALING or name in MOVING or name.startswith(("Sum", "Mean", "Clamp"))):
-            return False
-        node = before[0]
     return False
 
 
 def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
-    for _ in range(12):
-        name, before = names.get(node, ""), following(node)
+    for name, before in _chain(node, names, ("SubBackward0", "RsubBackward1")):
         real = [after for after in before if after is not None]
         if name in ("SubBackward0", "RsubBackward1"):
             if len(real) < 2 or any(_is_bootstrapped(one, names) for one in real):
                 return len(before) == 2
             if names.get(real[1]) not in ("MeanBackward0", "MeanBackward1"):
                 return False
-        elif not real or not (name in SCALING or name in MOVING):
-            return False
-        node = real[0]
     return False
 
 

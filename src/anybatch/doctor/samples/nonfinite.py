@@ -10,6 +10,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.flatcopies import plain
+from anybatch.doctor.samples.norms import kept_of
 from anybatch.doctor.samples.origins import Origin, hidden_rows, kind_of, origin_in, risky
 from anybatch.records.samples import NonFinite
 
@@ -186,12 +187,6 @@ def _came_with_gradients(bad: list[torch.Tensor], optimizer: Any) -> bool:
     if not kept:  # a finite step makes an infinite number at most
         return bool(first.isnan().any()) and not bool(first.isinf().any())
     return any((values := plain(one)) is not None and not _finite(values) for one in kept)
-
-
-def kept_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What an optimizer keeps of the gradients of a parameter."""
-    state = optimizer.state.get(parameter) or {}
-    return [one for name, one in state.items() if name != "step" and isinstance(one, torch.Tensor)]
 
 
 def _finite(values: torch.Tensor) -> bool:

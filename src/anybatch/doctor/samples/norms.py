@@ -181,15 +181,10 @@ class NormSampler:
     def _states(self, plan: _Plan, optimizer: Any) -> dict[int, torch.Tensor]:
         """One tensor of the optimizer's state for each parameter that has some, the largest kind first."""
         found: dict[int, torch.Tensor] = {}
-        states, owned = optimizer.state, plan.owned
         for bucket in plan.buckets:
             for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
-                state = states.get(parameter) if number in owned else None
-                if type(state) is dict or isinstance(state, dict):
-                    for name, value in state.items():
-                        if name != "step" and isinstance(value, torch.Tensor):
-                            found[number] = value
-                            break
+                if number in plan.owned and (kept := kept_of(optimizer, parameter)):
+                    found[number] = kept[0]
         return found
 
     def _moved(self, plan: _Plan, optimizer: Any, unchanged: dict[int, float]) -> dict[int, bool]:
@@ -259,6 +254,13 @@ class NormSampler:
                 since.append(number)
                 if not written:
                     silent.append(number)
+
+
+def kept_of(optimizer: Any, parameter: torch.Tensor | None) -> list[torch.Tensor]:
+    """What an optimizer keeps of the gradients of a parameter."""
+    state = optimizer.state.get(parameter)
+    entries = state.items() if isinstance(state, dict) else ()
+    return [one for name, one in entries if name != "step" and isinstance(one, torch.Tensor)]
 
 
 def _rows_equal(grad: torch.Tensor) -> torch.Tensor:

@@ -160,22 +160,25 @@ def phases(run: Run) -> list[Phase]:
     return found
 
 
+def _phase_of(run: Run, optimizer: int | None) -> Phase | None:
+    """The phase of an optimizer, or the last one."""
+    parts = phases(run)
+    return next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
+
+
 @remembered
 def course(run: Run, optimizer: int | None = None) -> Course:
     """How the loss went while an optimizer stepped; without one, in the last phase of the run.
 
     Empty where several optimizers play against each other, and no single loss has to fall.
     """
-    parts = phases(run)
-    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
+    part = _phase_of(run, optimizer)
     start, end = (part.start, part.end) if part is not None else (0, math.inf)
     if optimizer is not None and part is not None and not adversarial(run, optimizer):
         own = [one.at for one in run.of(Stepped) if one.optimizer == optimizer]
         others = [one.at for one in run.of(Stepped) if own and one.at < own[0]]
-        start, end = (
-            max([start, *(at + 1 for at in others[-1:])]),
-            own[-1] if own[-1:] and part is not parts[-1] else end,
-        )
+        start = max([start, *(at + 1 for at in others[-1:])])
+        end = own[-1] if own and part is not phases(run)[-1] else end
     by_line: dict[tuple[str, int], dict[int, list[Backward]]] = {}
     counts: dict[int, int] = {}
     windows: dict[int, int] = {}
@@ -238,8 +241,7 @@ def adversarial(run: Run, optimizer: int | None = None) -> bool:
 
     Those that all step behind each backward of one line share its loss.
     """
-    parts = phases(run)
-    part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
+    part = _phase_of(run, optimizer)
     if part is None or len({frozenset(groups_of(run, number)) for number in part.optimizers}) < 2:
         return False
     turns, lines = list[set[int]](), set[tuple[str, int]]()

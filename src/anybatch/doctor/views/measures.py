@@ -78,6 +78,12 @@ def entries(run: Run, norms: Norms) -> Iterator[Entry]:
             )
 
 
+def gradients(norms: Norms) -> dict[int, float]:
+    """The norms of the gradients that there were, by the numbers of their parameters."""
+    pairs = zip(norms.parameters, norms.grad, strict=False)
+    return {number: grad for number, grad in pairs if grad is not None}
+
+
 def at(values: Sequence[T], position: int, default: T) -> T:
     """An entry of a column, which may be shorter than others."""
     return values[position] if position < len(values) else default

@@ -9,11 +9,11 @@ from anybatch.doctor.views.courses import Course, course, groups_of
 from anybatch.doctor.views.measures import FAR_TOO_LONG, Entry, constant_since, entries, ratio
 from anybatch.doctor.views.naming import at_line, optimizer_variable
 from anybatch.doctor.views.windows import MANY, Window, by_closure, members, stepping, windows_of
-from anybatch.records.events import Backward, Stepped
+from anybatch.records.events import Backward, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, NonFinite, Norms
-from anybatch.records.tables import GroupFacts, OptimizerFacts
+from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
 
 _GROWN = 3.0
 """How many times its first value the loss is by then."""
@@ -250,6 +250,16 @@ class OptimizerView:
         """Since when the gradients of its first layers vanish."""
         return faded(self.run, self.number)
 
+    @property
+    def rated(self) -> list[Stepped]:
+        """Its steps whose learning rates are known."""
+        return [step for step in self.steps if step.lrs]
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of these, the largest of the groups each."""
+        return [max(step.lrs) for step in self.rated]
+
     def rate_at(self, step: int) -> float:
         """The learning rate at one of its steps, the largest of the groups."""
         lrs = [max(one.lrs) for one in self.steps if one.lrs and one.number <= step + 1]
@@ -258,6 +268,34 @@ class OptimizerView:
     def with_rate(self, lr: float) -> str:
         """Code that gives it another learning rate, and leaves its other settings what the user made them."""
         return f"for group in {self}.param_groups: group['lr'] = {lr:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleView:
+    """A scheduler of a run; as a text it is what the user's code calls it."""
+
+    facts: SchedulerFacts
+    optimizer: OptimizerView
+    calls: list[Scheduled]
+
+    def __str__(self) -> str:
+        return self.facts.variable or "scheduler"
+
+    @property
+    def peak(self) -> float:
+        """The highest rate that it leads to, 0 if it is not known."""
+        bases = self.facts.options.get("base_lrs")
+        return float(self.facts.options.get("peak") or (max(bases) if isinstance(bases, list) and bases else 0.0))
+
+
+@remembered
+def schedules(run: Run) -> list[ScheduleView]:
+    """The schedulers, with their calls."""
+    calls = grouped((one.scheduler, one) for one in run.of(Scheduled))
+    return [
+        ScheduleView(facts, OptimizerView(run, facts.optimizer), calls.get(number, []))
+        for number, facts in run.schedulers.items()
+    ]
 
 
 @remembered

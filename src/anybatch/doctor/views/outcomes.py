@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Course, Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.views.naming import by_line, counted, optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
@@ -184,13 +183,13 @@ def _printed_worse(run: Run, found: Outcome) -> str:
 
 def _sampled(run: Run) -> str:
     """How it is known that a sampler gives a net other inputs than its training did."""
-    for one in answers(run, "sampling", "no"):
-        return (
-            f"that is of its training, but in the loop of sampling at line {one.line} its input has "
-            f"{one.evidence['times']:.3g} times the mean square that the same level ({one.evidence['level']:.4g}) has "
-            "in training; look whether both have the same schedule of noise"
-        )
-    for one in answers(run, "sampling", "unknown"):
+    for one in run.answers("sampling", "no", "unknown"):
+        if one.answer == "no":
+            return (
+                f"that is of its training, but in the loop of sampling at line {one.line} its input has "
+                f"{one.evidence['times']:.3g} times the mean square that the same level ({one.evidence['level']:.4g}) "
+                "has in training; look whether both have the same schedule of noise"
+            )
         if one.line:
             return f"that is of its training, and what the loop of sampling at line {one.line} gives was not looked at"
     return ""
@@ -242,7 +241,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
 
 def _little_of_rows(run: Run, part: Phase) -> str:
     """How it is known that a loss whose constant guess is not has hardly anything to do with which row is which."""
-    for one in answers(run, "related"):
+    for one in run.answers("related"):
         loss, others = one.evidence.get("loss", 0.0), one.evidence.get("others", 0.0)
         if one.evidence.get("optimizer") in part.optimizers and loss > 0 and others - loss < _SOMETHING * others:
             return f"but the loss of a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
@@ -253,8 +252,8 @@ def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
     """The answer that nothing of what a part learned belongs to its rows; of each of its optimizers."""
     if len(part.optimizers) != 1 and part.optimizers:
         return None
-    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, probe, word)
-            if one.evidence.get("optimizer") in part.optimizers]  # fmt: skip
+    asked = run.answers(probe, "yes", "no", "unknown")
+    mine = [one for one in asked if one.evidence.get("optimizer") in part.optimizers]
     return mine[0] if mine and all(one.answer == "no" for one in mine) else None
 
 
@@ -287,7 +286,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
-    if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
+    if any("drawn" in one.evidence for one in run.answers("related", "unknown")):
         return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
     if weighs_rewards(run):
         return _moved(run, part, steps, "a loss that weighs log-probabilities with rewards need not fall")
@@ -305,7 +304,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
 
 def weighs_rewards(run: Run) -> bool:
     """Whether a loss weighs log-probabilities with rewards: more reward may make it larger."""
-    return any(answers(run, "rewarded", word) for word in ("yes", "no"))
+    return bool(run.answers("rewarded", "yes", "no"))
 
 
 def _has_a_target_net(run: Run) -> bool:

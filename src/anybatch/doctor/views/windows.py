@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.measures import gradients
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts, ParameterFacts
@@ -67,6 +68,19 @@ def _resolved(recorded: tuple[int, ...] | None, before: frozenset[int] | None, c
 
 
 @remembered
+def walked(run: Run) -> dict[int, tuple[Walk, Backward]]:
+    """The graphs of losses that were gone through, each with the backward behind it, by the event of that."""
+    found: dict[int, tuple[Walk, Backward]] = {}
+    walk: Walk | None = None
+    for one in run.of(Walk, Backward):
+        if isinstance(one, Walk):
+            walk = one
+        elif isinstance(one, Backward) and walk is not None:
+            found[one.at], walk = (walk, one), None
+    return found
+
+
+@remembered
 def members(run: Run) -> dict[int, frozenset[int]]:
     """The parameters that each optimizer has had at any time."""
     found: dict[int, set[int]] = {}
@@ -84,13 +98,7 @@ def ever_touched(run: Run) -> frozenset[int]:
 @remembered
 def with_gradient(run: Run) -> frozenset[int]:
     """The parameters that had a gradient: from a backward, or set by the user's code and seen at a step."""
-    seen = {
-        number
-        for one in run.of(Norms)
-        for number, grad in zip(one.parameters, one.grad, strict=False)
-        if grad is not None
-    }
-    return ever_touched(run) | seen
+    return ever_touched(run).union(*(gradients(one) for one in run.of(Norms)))
 
 
 @remembered
