@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN, LEFT, LOST, PROCESSES, of_rank
-from anybatch.cli.doctor_launch import Finished, Target
+from anybatch.cli.launching import Finished
+from anybatch.cli.options import Target
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from anybatch.cli.options import check_folder, json_option, write_json
+from anybatch.cli.options import json_option, json_text
+from anybatch.cli.reporting import Outputs
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.report.frontier import rows_of, time_header, time_text
 from anybatch.report.tables import TextTable
@@ -70,17 +70,16 @@ def estimate_command(
 
     Exit codes: 0 if something fits, 1 if nothing does, 2 if there is no such model.
     """
-    check_folder(json_path)
+    outputs = Outputs(json_path)
     wishes = {"rows": batch, "length": length or 0, "memory": memory, "device": device, "optimizer": optimizer,
               "dtype": dtype}  # fmt: skip
     found: dict[str, Plan | str] = {}
     for what, rank in [("all weights", None), *([(f"LoRA of rank {lora}", lora)] if lora else [])]:
         found[what] = _estimated(model, {**wishes, "lora": rank})
     plans = {what: one for what, one in found.items() if isinstance(one, Plan)}
-    if json_path is not None:
-        kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
-        write_json(json_path, {"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept})
-    terminal = Terminal(Console(stderr=str(json_path) == "-", highlight=False))
+    kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
+    outputs.write(lambda _: json_text({"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept}))
+    terminal = Terminal(outputs.console())
     terminal.words(f"{model}: a batch of {batch} within {memory}, {optimizer}, {dtype}", style="bold")
     if plans:
         _show(plans, terminal)

@@ -16,7 +16,7 @@ from anybatch.units import format_bytes
 _MOST_ROWS = 12
 _MOST_MODULES = 8
 _BAR_WIDTH = 30
-_ELSEWHERE = "--json or --html"
+_ELSEWHERE = "--json or --output"
 
 
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:

@@ -114,9 +114,9 @@ def demo_page(record: DemoRecord) -> str:
         ways_caption="; ".join(rows_notes(record.plan, rows)) + ".",
         table=comparison_table(comparison),
         notes=comparison_notes(comparison),
-        comparison_charts=_comparison_charts(comparison),
+        memory=_memory_chart(comparison),
         outcome=outcome_text(text, record.plan, training),
-        training_charts=[_training_chart(text, training)],
+        losses=_training_chart(text, training),
         curve=TextTable(CURVE_HEADER, tuple(curve_row(point) for point in training.points)),
         sample=record.sample,
         run=_run_facts(record),
@@ -134,19 +134,11 @@ def _summary(comparison: GradientComparison) -> str:
     )
 
 
-def _comparison_charts(comparison: GradientComparison) -> list[Picture]:
-    methods = comparison.methods
-    memory = f"simulated budget, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
-    bytes_chart = bar_chart(
-        [(method.name, method.peak_bytes / _MEBIBYTE) for method in methods], label="live tensors, MiB", level=memory
-    )
-    # A loss that happens to give a bitwise equal gradient has no place on a logarithmic axis.
-    errors = [(method.name, max(method.error, 1e-17)) for method in methods]
-    bound = f"bound for anybatch, {comparison.bound:.1e}", comparison.bound
-    error_chart = bar_chart(errors, label="relative gradient error against float64", level=bound, is_logarithmic=True)
+def _memory_chart(comparison: GradientComparison) -> Picture:
+    level = f"simulated budget, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
+    bars = [(method.name, method.peak_bytes / _MEBIBYTE) for method in comparison.methods]
     said = "Most bytes of live tensors in one forward and backward of the logical batch."
-    errors_said = "Error of the gradient, on a logarithmic axis: left is better."
-    return [Picture("", bytes_chart, said, said), Picture("", error_chart, errors_said, errors_said)]
+    return Picture("", bar_chart(bars, label="live tensors, MiB", level=level), said, said)
 
 
 def _training_chart(text: TextFacts, training: TrainingCurve) -> Picture:
@@ -165,7 +157,6 @@ def _run_facts(record: DemoRecord) -> list[tuple[str, str]]:
     text = record.text
     return [
         *((name, str(value)) for name, value in record.versions.items()),
-        ("seed", str(record.seed)),
         ("text", text.root),
         ("training text", f"{text.train_files} files, {format_bytes(text.train_bytes)}"),
         ("held out", f"{text.validation_files} files, {format_bytes(text.validation_bytes)}"),

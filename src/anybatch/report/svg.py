@@ -198,11 +198,9 @@ def bar_chart(
     *,
     label: str,
     level: tuple[str, float] | None = None,
-    is_logarithmic: bool = False,
 ) -> str:
-    """Draws horizontal bars (dots if logarithmic), the first one on top, and an optional vertical line ``level``."""
-    values = [value for _, value in bars] + ([level[1]] if level else [])
-    scale = _scale(values if is_logarithmic else [0.0, *values], is_logarithmic, 0.0)
+    """Draws horizontal bars, the first one on top, and an optional vertical line ``level``."""
+    scale = _scale([0.0, *(value for _, value in bars), *([level[1]] if level else [])], False, 0.0)
     left, top, height = 130, 24 if level else 6, 30
     bottom = top + height * len(bars)
 
@@ -218,9 +216,7 @@ def bar_chart(
         y = top + height * (index + 0.5)
         parts.append(f'<text class="end" x="{left - 8}" y="{y + 4:.1f}">{text_of(name, _NAME_LENGTH)}</text>')
         parts.append(
-            f'<path class="dot c0" d="M{x(value):.1f} {y}h0"/>'
-            if is_logarithmic
-            else f'<rect class="bar" x="{left}" y="{y - 9:.1f}" width="{max(0.5, x(value) - left):.1f}" height="18"/>'
+            f'<rect class="bar" x="{left}" y="{y - 9:.1f}" width="{max(0.5, x(value) - left):.1f}" height="18"/>'
         )
     if level:
         side = ("end", -4) if x(level[1]) > _WIDTH * 0.7 else ("", 4)

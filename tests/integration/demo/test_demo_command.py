@@ -46,8 +46,10 @@ def plans() -> dict[Any, Plan]:
 
 
 def invoke(*arguments: str, samples: int = 11) -> Result:
-    typed = ["--quick", "--sample-bytes", "5", "--samples", str(samples), *arguments]
-    return CliRunner().invoke(command.demo_command, typed, catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "_QUICK_SAMPLES", samples)
+        patched.setattr(command, "_SAMPLE_BYTES", 5)
+        return CliRunner().invoke(command.demo_command, ["--quick", *arguments], catch_exceptions=False)
 
 
 @pytest.mark.usefixtures("remembered_plan")
@@ -111,10 +113,8 @@ def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--seconds", "5"], "--quick"),
         (["--updates", "0"], "0"),
         (["--memory", "lots"], "got 'lots'; expected a number of bytes"),
-        (["--seed", "-1"], "-1"),
         (["-o", "nowhere/page.html"], "does not exist"),
         (["--json", "nowhere/found.json"], "does not exist"),
         (["--sources", "empty"], "got 0 Python files"),
@@ -171,4 +171,3 @@ except SystemExit as stop:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
-    assert "--samples" not in done.stdout
