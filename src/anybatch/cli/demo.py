@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.syntax import Syntax
 
-from anybatch.cli.options import INTERRUPTED, file_option, force_option, json_option, json_text
+from anybatch.cli.options import INTERRUPTED, json_option, json_text
 from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.errors import DoesNotFit
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
-_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
+_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation and the sample
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
 # A prime number of samples, so that the last micro-batch is short.
 _SAMPLES, _QUICK_SAMPLES = 37, 19
@@ -45,7 +45,6 @@ class Options:
     quick: bool  # whether it all has to be over in about 20 seconds
     updates: int | None  # of training, instead of a time
     sources: Path | None  # where the text is from, ``None`` for the standard library
-    output: Path  # the page
     memory: int | None  # the simulated budget, in bytes; ``None`` for a quarter of what the whole batch needs
 
     @property
@@ -70,21 +69,15 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
-@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html]")
 @json_option("the findings")
-@force_option
-def demo_command(*, force: bool, output: Path | None, json_path: Path | None, **values: Any) -> None:
+def demo_command(*, json_path: Path | None, **values: Any) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
-    compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML file shows the
-    curves. Ctrl-C ends training early and keeps the result.
+    compares its gradient, memory and time with those of the whole batch, and trains the model. Ctrl-C ends training
+    early and keeps the result.
     """
-    output = output or Path("anybatch-demo.html")
-    options, outputs = Options(output=output, **values), Outputs(json_path, page=output, force=force)
-    for path in (output, json_path):  # before two minutes of training
-        if path is not None and path.exists() and not os.access(path, os.W_OK):
-            raise click.UsageError(f"{path} can't be written; name another file")
+    options, outputs = Options(**values), Outputs(json_path)
     screen = Terminal(outputs.console())
     try:
         _run(options, screen, outputs)
@@ -111,9 +104,7 @@ def _run(options: Options, screen: Terminal, outputs: Outputs) -> None:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
-    from anybatch.demo.presentation import demo_page
-
-    outputs.write(lambda _: json_text(record.to_dict()), page_of=lambda: demo_page(record), console=screen.console)
+    outputs.write(lambda _: json_text(record.to_dict()))
     _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
 
 
@@ -146,7 +137,6 @@ def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
         ("", "2. the gradient of the whole batch against that of its micro-batches"),
         ("", f"3. training for {duration}; Ctrl-C ends it early"),
         ("", "4. a sample of what the model writes"),
-        ("", f"5. the page {options.output}"),
     ):
         screen.term(name, said)
 
@@ -167,9 +157,9 @@ def _record(options: Options, screen: Terminal, text: "SourceText", facts: "Text
     with _stage(screen, "1. The plan", "planning ..."):
         batch = first_batch(train, options.samples, model.context, _SEED)
         plan = comparison.plan_update(model, batch, settings, options.memory)
-    show_choice(plan, screen.console)
+    show_choice(plan, screen)
     screen.line()
-    show_ways(plan, screen.console, _MOST_WAYS, "the page")
+    show_ways(plan, screen, _MOST_WAYS, "--json")
     with _stage(screen, "2. The gradient of one logical batch", "computing ..."):
         compared = comparison.compare_gradients(model, batch, plan=plan, rounds=3 if quick else 6)
     screen.table(presentation.comparison_table(compared))

@@ -1,8 +1,7 @@
-"""The demonstration: its text, its model, its comparison, its training and its page."""
+"""The demonstration: its text, its model, its comparison, its training and its record."""
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from anybatch.demo import comparison, corpus, facts, presentation, training, tra
 from anybatch.errors import DoesNotFit
 from anybatch.memory import meter
 from anybatch.records.plans import Plan
-from anybatch.report.svg import Curve, bar_chart, line_chart
 
 SAMPLES = 19
 
@@ -287,23 +285,7 @@ def test_batches_lie_within_the_text(extra: int, context: int) -> None:
     assert torch.equal(batch["y"], (batch["x"] + 1) % 256)
 
 
-# The page.
-
-
-def test_the_page_is_the_same_for_the_same_record_and_loads_nothing(record: facts.DemoRecord) -> None:
-    page = presentation.demo_page(record)
-    assert presentation.demo_page(record) == page
-    assert page.count("<figure") == 3
-    assert page.count("<script>") == 1  # the page's own
-    assert not re.search(r"<script[^>]|<(link|img|iframe|object|embed)\b|@import|(src|href)\s*=\s*[\"'](?!#)", page)
-    assert not re.search(r"url\((?!#)", page)
-    assert "&lt;/pre&gt;&lt;script&gt;" in page
-    assert "/usr/lib/&lt;python&gt;" in page
-
-
-def test_no_id_comes_twice(record: facts.DemoRecord) -> None:
-    ids = re.findall(r'\sid="([^"]+)"', presentation.demo_page(record))
-    assert len(ids) == len(set(ids))
+# The record.
 
 
 def test_the_record_goes_to_json_and_back(record: facts.DemoRecord) -> None:
@@ -324,11 +306,3 @@ def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
     assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
     stopped = replace(record.training, stopped_early=True, peak_bytes=None)
     assert presentation.outcome_text(record.text, record.plan, stopped).startswith("Stopped early.")
-
-
-def test_charts_are_plain_svg() -> None:
-    line = line_chart([Curve("a", [0, 1], [1.0, 2.0])], x_label="x", y_label="y")
-    bars = bar_chart([("a", 1.0), ("b", 3.0)], label="z", level=("l", 2.0))
-    for svg in (line, bars):
-        assert svg.startswith("<svg")
-        assert svg.rstrip().endswith("</svg>")
