@@ -93,21 +93,11 @@ def launch(
         look: is called twice a second; if it returns true, the script is interrupted. ``None`` for nothing.
         variables: are added to its environment.
     """
-    before = os.environ.get("PYTHONPATH")
-    root = str(Path(__file__).resolve().parents[2])
-    own = {} if before is None else {"PYTHONPATH": before}
-    text = _START.format(child=child, folder=str(folder), environment=own, root=root, settings=dict(settings))
-    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
     if is_edited and command[0] != "-m":
         (folder / "run.py").write_text(RUN, encoding="utf-8")
         command = [str(folder / "run.py"), *command]
     fixed = {} if output is None else {"PYTHONHASHSEED": "0"}
-    environment = {
-        **os.environ,
-        **variables,
-        **fixed,
-        "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])]),
-    }
+    environment = {**os.environ, **variables, **fixed, "PYTHONPATH": _path(folder, child, settings)}
     started = time.monotonic()
     written = contextlib.nullcontext() if output is None else output.open("wb")
 
@@ -125,6 +115,16 @@ def launch(
     with written as file:
         code, timed_out = wait(start, None if timeout is None else started + timeout, look, kills)
     return Finished(code, time.monotonic() - started, timeout if timed_out else None)
+
+
+def _path(folder: Path, child: str, settings: Mapping[str, Any]) -> str:
+    """Writes what Python loads before a script, and gives the ``PYTHONPATH`` on which it is found."""
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(__file__).resolve().parents[2])
+    own = {} if before is None else {"PYTHONPATH": before}
+    text = _START.format(child=child, folder=str(folder), environment=own, root=root, settings=dict(settings))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return os.pathsep.join([str(folder), *([before] if before else [])])
 
 
 def _wait_for_signals(

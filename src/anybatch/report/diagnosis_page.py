@@ -279,38 +279,27 @@ def _course(curve: Curve, number: Callable[[float], str] = number_text) -> str:
     return f"{ends}, between {number(min(finite))} and {number(max(finite))}{lost}" if finite else f"not finite{lost}"
 
 
+_COLUMNS: tuple[tuple[str, Callable[[Output], str]], ...] = (
+    ("module", lambda one: one.module or "(the model)"),
+    ("class", lambda one: one.cls),
+    ("standard deviation", lambda one: " to ".join(map(number_text, (one.first_std, one.last_std)[: one.samples]))),
+    ("largest", lambda one: number_text(one.absmax)),
+    ("zeros", lambda one: f"{one.zeros:.0%}"),
+    ("dead units", lambda one: f"{one.dead:.0%}"),
+    ("saturated", lambda one: "-" if one.saturated is None else f"{one.saturated:.0%}"),
+    ("spread", lambda one: number_text(one.spread)),
+    ("percentiles", lambda one: ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-"),
+)
+"""What the table of outputs says of a module."""
+
+
 def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, list[str]] | None:
     if not outputs:
         return None
-    rows = tuple(
-        (
-            one.module or "(the model)",
-            one.cls,
-            number_text(one.first_std)
-            if one.samples == 1
-            else f"{number_text(one.first_std)} to {number_text(one.last_std)}",
-            number_text(one.absmax),
-            f"{one.zeros:.0%}",
-            f"{one.dead:.0%}",
-            "-" if one.saturated is None else f"{one.saturated:.0%}",
-            number_text(one.spread),
-            ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-",
-        )
-        for one in outputs
-    )
-    header = (
-        "module",
-        "class",
-        "standard deviation",
-        "largest",
-        "zeros",
-        "dead units",
-        "saturated",
-        "spread",
-        "percentiles",
-    )
+    rows = tuple(tuple(text(one) for _, text in _COLUMNS) for one in outputs)
     fans = [fan_chart(one.steps, one.percentiles, axis) if one.percentiles else "" for one in outputs]
-    return TextTable(header, rows, frozenset(index for index, one in enumerate(outputs) if one.stands_out)), fans
+    odd = frozenset(index for index, one in enumerate(outputs) if one.stands_out)
+    return TextTable(tuple(name for name, _ in _COLUMNS), rows, odd), fans
 
 
 def _outputs_caption(series: Series) -> str:

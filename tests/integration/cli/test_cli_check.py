@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ if mode == "fails":
 if mode == "dies":
     os._exit(7)
 if mode == "hangs":
+    print("waiting", flush=True)
     threading.Event().wait()
 
 import torch, torch.nn.functional as F
@@ -236,6 +238,22 @@ def test_a_script_that_takes_too_long_is_stopped(folder: Path) -> None:
     done = check(folder, "hangs", "--timeout", "0.5")
     assert done.returncode == 2
     assert "within 0.5 seconds" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_ends_the_script_and_the_command_as_a_shell_expects(folder: Path) -> None:
+    # Of a shell's process in the background a script would ignore it.
+    command = [*COMMAND, "check", "scripts/train.py", "--mode", "hangs"]
+    process = subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "KeyboardInterrupt" in err
 
 
 def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
