@@ -8,9 +8,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from anybatch.cli.options import NoAnswer, ScriptCommand, Target, json_option, of_script, timeout_option
+from anybatch.cli.options import ScriptCommand, Target, json_option, of_script, timeout_option
 from anybatch.cli.reporting import Output, Outputs, format_option, text_of
-from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.cli.script import run_until_first_call
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding, Place, Severity
@@ -47,7 +47,7 @@ def check_command(
     """
     outputs = Outputs(json_path, formats)
     ending = run_until_first_call(target, timeout, {"verb": "check"})
-    certificate = _certificate_of(ending, target)
+    certificate = Certificate.from_dict(ending.facts["certificate"])
     values = {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict()
     findings = _diagnosis_of(certificate, target, ending.facts["at"])
     outputs.write(lambda name: text_of(name, values, findings, Run([])), partial(show, certificate))
@@ -82,10 +82,3 @@ def _diagnosis_of(certificate: Certificate, target: Target, at: tuple[str, int])
     )  # fmt: skip
     said = " ".join(certificate.verdict.split())
     return Diagnosis(found, script=target.name, arguments=target.arguments, verdict="checked", reason=said)
-
-
-def _certificate_of(ending: Ending, target: Target) -> Certificate:
-    """The certificate, or the error that says why there is none."""
-    if ending.status == "checked":
-        return Certificate.from_dict(ending.facts["certificate"])
-    raise NoAnswer(no_answer(ending, target.name, "check", "checked"))

@@ -84,7 +84,7 @@ class TuneWatch:
             self._noise, optimizers, batch=step._rows, micro_batches=self._result.micro_batches, steps=self._seen,
             rated=rated,
         )  # fmt: skip
-        return {"status": "tuned", **found.to_dict()}
+        return {"status": "measured", **found.to_dict()}
 
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")

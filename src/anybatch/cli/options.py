@@ -16,12 +16,6 @@ INTERRUPTED = 130
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class NoAnswer(click.ClickException):
-    """The script did not reach a step that the question can be answered for."""
-
-    exit_code = 2
-
-
 class Target(NamedTuple):
     """The script or module to run."""
 

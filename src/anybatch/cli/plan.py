@@ -12,7 +12,7 @@ from rich.console import Console
 from anybatch.cli import options
 from anybatch.cli.plan_screen import show_plan, show_rank_plan
 from anybatch.cli.reporting import Outputs
-from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
@@ -111,8 +111,6 @@ def plan_command(
     ending = run_until_first_call(target, timeout, question)
     if ending.status == "too-large":
         _end_too_large(ending.facts, target.name, outputs)
-    if ending.status != "planned":
-        raise options.NoAnswer(no_answer(ending, target.name, "plan", "planned"))
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
         show = partial(show_rank_plan, ranked, notes=_notes(ending))

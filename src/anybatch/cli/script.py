@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
 from anybatch.cli.launching import launch
 from anybatch.cli.options import INTERRUPTED, Target
 
@@ -16,10 +18,20 @@ RESULT = "result.json"
 """The file in which the child leaves its answer."""
 
 
+class NoAnswer(click.ClickException):
+    """The script did not reach a step that the question can be answered for."""
+
+    exit_code = 2
+
+
+_DONE = {"check": "checked", "plan": "planned", "tune": "measured"}
+"""The status of an answer to each verb."""
+
+
 class Ending(NamedTuple):
     """How a script ended."""
 
-    # ``"checked"`` or ``"planned"``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
+    # one of ``_DONE``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
     # error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step, ``"failed"`` with an
     # exception before one, ``"timeout"``, or ``"died"`` in the first step
     status: str
@@ -33,17 +45,22 @@ def run_until_first_call(target: Target, timeout: float | None, question: Mappin
 
     Its standard output goes to the standard error of this process, so that a report can take standard output. A script
     that fails because torchrun did not start it runs again as the only rank.
+
+    Raises:
+        NoAnswer: there is none, and why.
     """
-    ending = _run(target, timeout, question, {})
-    if ending.status != "needs-ranks":
-        return ending
-    sys.stderr.write(
-        f"{target.name} expects torchrun ({ending.facts['error']}); started again as the only rank of torchrun\n"
-    )
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    return _run(target, timeout, question, {**ONLY_RANK, "MASTER_PORT": port})
+    ending, name, verb = _run(target, timeout, question, {}), target.name, question["verb"]
+    if ending.status == "needs-ranks":
+        sys.stderr.write(
+            f"{name} expects torchrun ({ending.facts['error']}); started again as the only rank of torchrun\n"
+        )
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        ending = _run(target, timeout, question, {**ONLY_RANK, "MASTER_PORT": port})
+    if ending.status not in (_DONE[verb], "too-large"):
+        raise NoAnswer(_no_answer(ending, name, verb, _DONE[verb]))
+    return ending
 
 
 ONLY_RANK = {
@@ -72,7 +89,7 @@ def _run(target: Target, timeout: float | None, question: Mapping[str, Any], var
     return Ending(status, facts)
 
 
-def no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
+def _no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
     """A sentence on why a script gave no answer."""
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"

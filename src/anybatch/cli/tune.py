@@ -11,7 +11,7 @@ from rich.console import Console
 from anybatch.cli import options
 from anybatch.cli.plan import memory_of
 from anybatch.cli.reporting import Outputs
-from anybatch.cli.script import no_answer, run_until_first_call
+from anybatch.cli.script import NoAnswer, run_until_first_call
 from anybatch.records.tunings import BatchAdvice
 from anybatch.report.tables import TextTable
 from anybatch.report.terminal import Terminal
@@ -74,10 +74,8 @@ def _asked(
     plan = run_until_first_call(target, timeout, question)
     if plan.status == "too-large":
         raise click.ClickException(f"the step of {target.name} does not fit: {plan.facts['error']}")
-    if plan.status != "planned":
-        raise options.NoAnswer(no_answer(plan, target.name, "plan", "planned"))
     if not plan.facts["updates"]:
-        raise options.NoAnswer(
+        raise NoAnswer(
             f"{target.name} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
             "anybatch.TrainStep, and tune it again"
         )
@@ -86,14 +84,12 @@ def _asked(
         at, _, line = plan.facts["found"].rpartition(":")
         if not plan.facts["after"]:
             why = plan.facts["trouble"] or "its update is not a plain one"
-            raise options.NoAnswer(
+            raise NoAnswer(
                 f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
                 "says, and tune it again"
             )
         question["sources"] = {at: plan.facts["after"]}
     tuned = run_until_first_call(target, timeout, question)
-    if tuned.status != "tuned":
-        raise options.NoAnswer(no_answer(tuned, target.name, "tune", "measured"))
     return plan.facts, tuned.facts
 
 
