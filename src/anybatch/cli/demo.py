@@ -118,13 +118,8 @@ def _read_text(options: Options) -> "SourceText":
 
 
 def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
-    """Prints what the demonstration will do."""
+    """Prints what the demonstration is made of."""
     budget = "a quarter of what the whole batch needs" if options.memory is None else format_bytes(options.memory)
-    duration = format_seconds(_SECONDS)
-    if options.updates is not None:
-        duration = f"{options.updates} updates"
-    elif options.quick:
-        duration = f"what is left of {format_seconds(_QUICK_SECONDS)}"
     screen.heading("anybatch demo: a logical batch larger than the memory")
     for name, said in (
         ("text", f"the Python files below {text.root}"),
@@ -133,10 +128,6 @@ def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
         ("model", "a byte-level transformer, float32, on the CPU"),
         ("memory", f"simulated budget of {budget}"),
         ("batch", f"{options.samples} sequences for each update of the optimizer"),
-        ("steps", "1. the plan: the fastest configuration within that budget"),
-        ("", "2. the gradient of the whole batch against that of its micro-batches"),
-        ("", f"3. training for {duration}; Ctrl-C ends it early"),
-        ("", "4. a sample of what the model writes"),
     ):
         screen.term(name, said)
 
@@ -201,7 +192,7 @@ def _trained(run: "TrainingRun", screen: Terminal) -> "TrainingCurve":
         run.is_stopped = True
         _say(screen, "Stopping after this update. Ctrl-C again stops at once.")
 
-    screen.heading("3. Training (losses in bits per byte)")
+    screen.heading("3. Training (losses in bits per byte); Ctrl-C ends it early")
     row(CURVE_HEADER)
     previous = signal.signal(signal.SIGINT, stop)
     try:

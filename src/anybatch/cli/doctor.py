@@ -59,9 +59,7 @@ class Wishes:
 
 @click.command("doctor", cls=ScriptCommand, options_behind=False, short_help="Why does it not learn?")
 @options.of_script
-@options.json_option("the diagnosis")
 @options.file_option("--record", help="Keep the record of the run.")
-@options.page_option
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning"]),
@@ -79,7 +77,6 @@ class Wishes:
     "--stop-on", multiple=True, metavar="nan|error|CODES", help="End the run with exit code 3 when this is found."
 )
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
-@options.force_option
 @options.timeout_option
 def doctor_command(target: Target, *, force: bool, **given: Any) -> None:
     """Watches SCRIPT train, and says what is wrong, where, and what to change.

@@ -39,9 +39,7 @@ def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
     from anybatch.doctor.recording.naming import USERS, whose_file
 
     library = ""
-    while frame is not None and (
-        whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
-    ):
+    while frame is not None and whose_file(frame.f_code.co_filename) != USERS:
         name = str(frame.f_globals.get("__name__", ""))
         first = "fabric" if name.startswith(_FABRIC) else name.partition(".")[0]
         if first not in ("torch", "anybatch") and (not library or first in _ADAPTERS):

@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_records import MOST, damage_of, is_record
-from anybatch.cli.options import force_option, json_option, page_option
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
@@ -19,9 +18,6 @@ from anybatch.records.runs import Run, load_run
 @click.command("report", short_help="Report on a run that the doctor recorded.")
 @click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@json_option("the diagnosis")
-@page_option
-@force_option
 @reporting_options
 def report_command(record: Path, other: Path | None, **reporting: Any) -> None:
     """Diagnoses a RECORD that anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) wrote.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import click
 from rich.console import Console
 
+from anybatch.cli import options
 from anybatch.cli.doctor_records import values_of
-from anybatch.cli.options import Function, check_file, check_folder, json_text
 from anybatch.doctor.policy import Policy, baseline_of, checked_codes, read_baseline, read_policy
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run
@@ -67,8 +67,8 @@ class Outputs:
         self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
         self._page, self._is_quiet = page, is_quiet
         for one in self._outputs:
-            check_folder(one.path)
-        check_file(page, "page that anybatch wrote", is_own_page, force=force)
+            options.check_folder(one.path)
+        options.check_file(page, "page that anybatch wrote", is_own_page, force=force)
         to_stdout = sum(one.path is None for one in self._outputs)
         self.takes_stdout = to_stdout > 0  # whether a format takes standard output
         if to_stdout > 1:
@@ -120,7 +120,7 @@ class Outputs:
             click.echo(text_of(output.name), nl=False)
 
 
-def reporting_options(function: Function) -> Function:
+def reporting_options(function: options.Function) -> options.Function:
     """Adds the options that ``Wanted`` reads to a command."""
     file = click.Path(dir_okay=False, path_type=Path)
     for option in (
@@ -131,6 +131,9 @@ def reporting_options(function: Function) -> Function:
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not report these, such as AB108,AB6."),
         click.option("--select", multiple=True, metavar="CODES", help="Report only these."),
         format_option,
+        options.force_option,
+        options.page_option,
+        options.json_option("the diagnosis"),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -155,7 +158,7 @@ class Wanted:
     ) -> None:
         if update_baseline and baseline is None:
             raise click.UsageError("--update-baseline needs the file, as in --baseline known.json --update-baseline")
-        check_folder(baseline)
+        options.check_folder(baseline)
         self.outputs = Outputs(json_path, formats, output, force=force, is_quiet=quiet)
         self.quiet = quiet
         self._baseline, self._is_new = baseline, baseline is not None and (update_baseline or not baseline.exists())
@@ -187,7 +190,7 @@ class Wanted:
         if self._baseline is None or not self._is_new:
             return found
         values = baseline_of(found.findings, self.policy)
-        self._baseline.write_text(json_text(values), encoding="utf-8")
+        self._baseline.write_text(options.json_text(values), encoding="utf-8")
         self.policy, self._is_new = replace(self.policy, baseline=read_baseline(self._baseline)), False
         found = diagnose(self.policy)
         number = len(values["findings"])
@@ -216,7 +219,7 @@ class Wanted:
 def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
     """The text of a report in a format."""
     if name == "json":
-        return json_text(values)
+        return options.json_text(values)
     described = {}
     if name == "sarif" and diagnosis.verdict != "checked":
         from anybatch.doctor.rules.registry import all_rules

@@ -238,6 +238,7 @@ def test_a_script_that_takes_too_long_is_stopped(folder: Path) -> None:
     done = check(folder, "hangs", "--timeout", "0.5")
     assert done.returncode == 2
     assert "within 0.5 seconds" in done.stderr
+    assert nothing_ran_after_the_step(done)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
