@@ -50,7 +50,7 @@ def check_command(
     certificate = Certificate.from_dict(ending.facts["certificate"])
     values = {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict()
     findings = _diagnosis_of(certificate, target, ending.facts["at"])
-    outputs.write(lambda name: text_of(name, values, findings, Run([])), partial(show, certificate))
+    outputs.write(values, partial(show, certificate), text_of=lambda name: text_of(name, findings, Run([])))
     if (fail_on and not certificate.exact) or (fail_on == "note" and certificate.notes):
         sys.exit(1)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.syntax import Syntax
 
-from anybatch.cli.options import INTERRUPTED, json_option, json_text
+from anybatch.cli.options import INTERRUPTED, json_option
 from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.errors import DoesNotFit
@@ -104,7 +104,7 @@ def _run(options: Options, screen: Terminal, outputs: Outputs) -> None:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
-    outputs.write(lambda _: json_text(record.to_dict()))
+    outputs.write(record.to_dict())
     _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from anybatch.cli.options import json_option, json_text
+from anybatch.cli.options import json_option
 from anybatch.cli.plan_screen import show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.records.plans import Plan
@@ -76,7 +76,7 @@ def estimate_command(
     for what, rank in [("all weights", None), *([(f"LoRA of rank {lora}", lora)] if lora else [])]:
         found[what] = _estimated(model, {**wishes, "lora": rank})
     kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
-    outputs.write(lambda _: json_text({"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept}))
+    outputs.write({"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept})
     terminal = Terminal(outputs.console())
     terminal.words(f"{model}: a batch of {batch} within {memory}, {optimizer}, {dtype}", style="bold")
     for what, one in found.items():

@@ -1,9 +1,8 @@
 """What the verbs share: their script, options, checks of output files."""
 
 import itertools
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,8 +141,3 @@ def is_patch(path: Path) -> bool:
     """Whether a file is a patch; one without any change is empty."""
     with path.open("rb") as file:
         return file.read(len(_PATCH)) in (b"", _PATCH)
-
-
-def json_text(values: Mapping[str, Any]) -> str:
-    """Plain values as JSON."""
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"

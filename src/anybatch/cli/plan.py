@@ -114,7 +114,7 @@ def plan_command(
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
         show = partial(show_rank_plan, ranked, notes=_notes(ending))
-        outputs.write(lambda _: options.json_text(ranked.to_dict()), show)
+        outputs.write(ranked.to_dict(), show)
         return
     _report(ending, target.name, question, patch, outputs)
 
@@ -141,7 +141,7 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
             patch.write_text(facts["change"], encoding="utf-8")
 
     outputs.write(
-        lambda _: options.json_text(plan.to_dict()), show, lambda: plan_page(plan, Path(script).name, notes, steps),
+        plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),
         to_patch,
     )  # fmt: skip
     if facts.get("refusal"):
@@ -213,7 +213,7 @@ def _use_of(
 
 def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoReturn:
     """Says what is missing, and ends with 1."""
-    outputs.write(lambda _: options.json_text({"version": 1, "kind": "anybatch does not fit", **facts}))
+    outputs.write({"version": 1, "kind": "anybatch does not fit", **facts})
     lines = textwrap.wrap(
         f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
     )

@@ -81,4 +81,4 @@ def _show_both(first: tuple[Path, Diagnosis, Run], second: tuple[Path, Diagnosis
         for one in both:
             console.print(f"{one.name}: {verdict_of(one.diagnosis, one.run)}.", markup=False, soft_wrap=True)
 
-    wanted.outputs.write(str, show, lambda: comparison_page(*both))
+    wanted.outputs.write({}, show, lambda: comparison_page(*both))

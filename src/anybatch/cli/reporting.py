@@ -1,5 +1,6 @@
 """How a diagnosis is reported: which findings, in which formats, to which files."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,16 +83,26 @@ class Outputs:
 
     def write(
         self,
-        text_of: Callable[[str], str],
+        values: Mapping[str, Any],
         show: Callable[[Console], None] = lambda console: None,
         page_of: Callable[[], str] | None = None,
         *others: Callable[[], None],
+        text_of: Callable[[str], str] = str,
         console: Console | None = None,
     ) -> None:
-        """Writes all formats, ``others``, the page and what ``show`` prints; a failure does not stop the rest."""
-        console = console or self.console()
+        """Writes values as JSON, the other formats, ``others``, the page and what ``show`` prints.
 
+        A failure does not stop the rest.
+        """
+        console = console or self.console()
         page = self._page if page_of is not None else None
+
+        def to_output(one: Output) -> None:
+            text = json_text(values) if one.name == "json" else text_of(one.name)
+            if one.path is not None:
+                one.path.write_text(text, encoding="utf-8")
+            else:
+                click.echo(text, nl=False)
 
         def to_page() -> None:
             if page is not None and page_of is not None:
@@ -103,7 +114,7 @@ class Outputs:
                 console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)
 
         failed: list[OSError] = []
-        writes: list[Callable[[], None]] = [partial(self._write, one, text_of) for one in self._outputs]
+        writes: list[Callable[[], None]] = [partial(to_output, one) for one in self._outputs]
         for write in (*writes, *others, to_page, to_terminal):
             try:
                 write()
@@ -112,12 +123,10 @@ class Outputs:
         if failed:
             raise failed[0]
 
-    @staticmethod
-    def _write(output: Output, text_of: Callable[[str], str]) -> None:
-        if output.path is not None:
-            output.path.write_text(text_of(output.name), encoding="utf-8")
-        else:
-            click.echo(text_of(output.name), nl=False)
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """Plain values as JSON."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
 def reporting_options(function: options.Function) -> options.Function:
@@ -190,7 +199,7 @@ class Wanted:
         if self._baseline is None or not self._is_new:
             return found
         values = baseline_of(found.findings, self.policy)
-        self._baseline.write_text(options.json_text(values), encoding="utf-8")
+        self._baseline.write_text(json_text(values), encoding="utf-8")
         self.policy, self._is_new = replace(self.policy, baseline=read_baseline(self._baseline)), False
         found = diagnose(self.policy)
         number = len(values["findings"])
@@ -202,24 +211,20 @@ class Wanted:
         from anybatch.report import diagnosis_page
         from anybatch.report.diagnosis_terminal import show
 
-        values = values_of(diagnosis, run) | dict(more)
-
         def to_terminal(console: Console) -> None:
             if self.quiet and self.outputs.is_shown:
-                console.print(text_of("line", values, diagnosis, run), end="", markup=False, soft_wrap=True)
+                console.print(text_of("line", diagnosis, run), end="", markup=False, soft_wrap=True)
             elif self.outputs.is_shown:
                 show(diagnosis, run, console)
 
         self.outputs.write(
-            lambda name: text_of(name, values, diagnosis, run), to_terminal,
-            lambda: diagnosis_page.page(diagnosis, run), console=console,
+            values_of(diagnosis, run) | dict(more), to_terminal, lambda: diagnosis_page.page(diagnosis, run),
+            text_of=lambda name: text_of(name, diagnosis, run), console=console,
         )  # fmt: skip
 
 
-def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
-    """The text of a report in a format."""
-    if name == "json":
-        return options.json_text(values)
+def text_of(name: str, diagnosis: Diagnosis, run: Run) -> str:
+    """The text of a report in a format for other programs."""
     described = {}
     if name == "sarif" and diagnosis.verdict != "checked":
         from anybatch.doctor.rules.registry import all_rules

@@ -56,7 +56,7 @@ def tune_command(
     values = {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()}
     from anybatch.report.notebook import page_of_advice
 
-    outputs.write(lambda _: options.json_text(values), partial(_show, found), lambda: page_of_advice(found))
+    outputs.write(values, partial(_show, found), lambda: page_of_advice(found))
 
 
 def _show(found: BatchAdvice, console: Console) -> None:

@@ -224,17 +224,17 @@ def test_files_that_are_written_stay_what_they_are(tmp_path: Path) -> None:
     target.write_text("old", encoding="utf-8")
     target.chmod(0o640)
     link.symlink_to(target)
-    Outputs(link).write(lambda _: "new")
+    Outputs(link).write({"new": 1})
     assert link.is_symlink()
-    assert target.read_text(encoding="utf-8") == "new"
+    assert json.loads(target.read_text(encoding="utf-8")) == {"new": 1}
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     mask = os.umask(0o027)
     try:
-        Outputs(tmp_path / "fresh").write(lambda _: "x")
+        Outputs(tmp_path / "fresh").write({})
     finally:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == 0o640
-    Outputs(Path(os.devnull)).write(lambda _: "x")
+    Outputs(Path(os.devnull)).write({})
     assert not Path(os.devnull).is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "link", "target"]
 
