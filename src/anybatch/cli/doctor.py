@@ -19,7 +19,6 @@ from anybatch.cli.doctor_records import (
     damage_of,
     failed_severity,
     is_record,
-    launches_ranks,
     not_followed,
     note_differences,
     records_of_ranks,
@@ -27,7 +26,7 @@ from anybatch.cli.doctor_records import (
     without_records_of_ranks,
 )
 from anybatch.cli.launching import Finished, end_as, launch
-from anybatch.cli.options import ScriptCommand, Target
+from anybatch.cli.options import ScriptCommand, Target, launches_ranks
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.live import Judge, is_met, sentence_of
 from anybatch.doctor.policy import Policy

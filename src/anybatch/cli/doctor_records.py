@@ -158,17 +158,6 @@ def is_record(path: Path) -> bool:
     return isinstance(values, dict) and "kind" in values
 
 
-_LAUNCHERS = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
-_SCRIPTS = frozenset({"torchrun", "accelerate"})
-
-
-def launches_ranks(command: Sequence[str]) -> bool:
-    """Whether a command is a launcher of ranks, such as torchrun."""
-    if command[0] == "-m":
-        return command[1] in _LAUNCHERS
-    return Path(command[0]).name in _SCRIPTS
-
-
 def records_of_ranks(record: Path) -> dict[int, Path]:
     """The records of the ranks of a run, by rank."""
     pattern = re.compile(re.escape(of_rank(record.name, "@")).replace("@", r"(\d+)"))

@@ -70,13 +70,36 @@ def of_script(function: Function) -> Function:
     )(function)
 
 
+_LAUNCHERS = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
+_SCRIPTS = frozenset({"torchrun", "accelerate"})
+
+
+def launches_ranks(command: Sequence[str]) -> bool:
+    """Whether a command is a launcher of ranks, such as torchrun."""
+    if command[0] == "-m":
+        return command[1] in _LAUNCHERS
+    return Path(command[0]).name in _SCRIPTS
+
+
 def _target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
     verb, script, arguments = ctx.info_name, words[0], tuple(words[1:])
     if script == "-m":
         if not arguments:
             raise click.UsageError(f"Argument expected for the -m option, as in: anybatch {verb} -m package.train", ctx)
-        return Target(f"-m {arguments[0]}", ("-m", *arguments), arguments[1:])
-    path = Path(script)
+        target = Target(f"-m {arguments[0]}", ("-m", *arguments), arguments[1:])
+    else:
+        _check_script(ctx, param, script)
+        target = Target(script, (script, *arguments), arguments)
+    if launches_ranks(target.command) and verb != "doctor":
+        raise click.UsageError(
+            f"{target.name} starts other processes, in which a step would not be seen; name the script that trains, "
+            "which then runs as one process"
+        )
+    return target
+
+
+def _check_script(ctx: click.Context, param: click.Parameter, script: str) -> None:
+    verb, path = ctx.info_name, Path(script)
     if not path.exists():
         raise click.BadParameter(
             f"{script!r} does not exist. Options of anybatch {verb} stand before the script, and those of the script "
@@ -93,7 +116,6 @@ def _target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str])
             f"{path} is a notebook; expected a script, as from: jupyter nbconvert --to script {path}. In a cell use "
             "anybatch.plan, anybatch.check and anybatch.Doctor"
         )
-    return Target(script, (script, *arguments), arguments)
 
 
 def json_option(what: str) -> Callable[[Function], Function]:

@@ -263,6 +263,8 @@ def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
     unknown = runner.invoke(main, ["check", "--fail-onn", "note", train])
     assert (unknown.exit_code, "--fail-on" in unknown.output) == (2, True)
     assert runner.invoke(main, ["check", str(folder / "none.py")]).exit_code == 2
+    launcher = runner.invoke(main, ["check", "-m", "torch.distributed.run", "--nproc-per-node", "2", train])
+    assert (launcher.exit_code, "name the script that trains" in launcher.output) == (2, True)
     assert runner.invoke(main, ["check", train, "--fail-on", "nothing"]).exit_code == 2
     missing = runner.invoke(main, ["check", train, "--json", str(folder / "no" / "c.json")])
     assert (missing.exit_code, "does not exist" in missing.output) == (2, True)
