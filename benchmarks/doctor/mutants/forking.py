@@ -255,8 +255,9 @@ def _keep(folder: Path, key: str, result: Result) -> None:
     """Keeps a result, and the record beside it; each is there whole or not at all."""
     record = folder / "record.jsonl"
     if record.exists():
-        from anybatch.cli.doctor_launch import Finished, Target
         from anybatch.cli.doctor_records import completed
+        from anybatch.cli.launching import Finished
+        from anybatch.cli.options import Target
 
         with contextlib.suppress(TypeError, ValueError, OSError):
             completed(record, folder, Target("", (), ()), Finished(result.code, result.seconds, None))

@@ -1,15 +1,16 @@
 """``anybatch check``: do micro-batches of the user's script give the gradient of the whole batch?"""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from anybatch.cli.options import NoAnswer, ScriptCommand, json_option, of_script, timeout_option
+from anybatch.cli.options import ScriptCommand, Target, json_option, of_script, timeout_option
 from anybatch.cli.reporting import Output, Outputs, format_option, text_of
-from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.cli.script import run_until_first_call
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding, Place, Severity
@@ -22,7 +23,7 @@ VERSION = 1
 @click.command("check", cls=ScriptCommand, short_help="Does gradient accumulation change the gradient here?")
 @of_script
 @json_option("the certificate")
-@format_option()
+@format_option
 @click.option(
     "--fail-on",
     type=click.Choice(["not-exact", "note"]),
@@ -30,8 +31,7 @@ VERSION = 1
 )
 @timeout_option
 def check_command(
-    script: Path,
-    arguments: tuple[str, ...],
+    target: Target,
     json_path: Path | None,
     formats: tuple[Output, ...],
     fail_on: str | None,
@@ -45,12 +45,12 @@ def check_command(
 
     Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script never reached a step.
     """
-    outputs = Outputs(formats, json_path)
-    ending = run_until_first_call(script, arguments, timeout, {"verb": "check"})
-    certificate = _certificate_of(ending, script)
+    outputs = Outputs(json_path, formats)
+    ending = run_until_first_call(target, timeout, {"verb": "check"})
+    certificate = Certificate.from_dict(ending.facts["certificate"])
     values = {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict()
-    findings = _diagnosis_of(certificate, script, arguments, ending.facts["at"])
-    outputs.write(lambda name: text_of(name, values, findings, Run([])), lambda: show(certificate, outputs.console()))
+    findings = _diagnosis_of(certificate, target, ending.facts["at"])
+    outputs.write(values, partial(show, certificate), text_of=lambda name: text_of(name, findings, Run([])))
     if (fail_on and not certificate.exact) or (fail_on == "note" and certificate.notes):
         sys.exit(1)
 
@@ -69,7 +69,7 @@ def show(certificate: Certificate, console: Console) -> None:
         console.print(Text(line, style=style), soft_wrap=True)
 
 
-def _diagnosis_of(certificate: Certificate, script: Path, arguments: tuple[str, ...], at: tuple[str, int]) -> Diagnosis:
+def _diagnosis_of(certificate: Certificate, target: Target, at: tuple[str, int]) -> Diagnosis:
     """The reasons and notes of a certificate as findings at the line of the backward, for formats of findings."""
     kinds: list[tuple[Severity, Reason]] = [("error", one) for one in certificate.reasons]
     kinds += [("info", one) for one in certificate.notes]
@@ -81,11 +81,4 @@ def _diagnosis_of(certificate: Certificate, script: Path, arguments: tuple[str, 
         for severity, one in kinds
     )  # fmt: skip
     said = " ".join(certificate.verdict.split())
-    return Diagnosis(found, script=str(script), arguments=arguments, verdict="checked", reason=said)
-
-
-def _certificate_of(ending: Ending, script: Path) -> Certificate:
-    """The certificate, or the error that says why there is none."""
-    if ending.status == "checked":
-        return Certificate.from_dict(ending.facts["certificate"])
-    raise NoAnswer(no_answer(ending, script, "check", "checked"))
+    return Diagnosis(found, script=target.name, arguments=target.arguments, verdict="checked", reason=said)

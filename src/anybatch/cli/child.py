@@ -1,10 +1,6 @@
-"""The child process of ``anybatch check``, ``plan`` and ``tune``: it runs the user's script up to its first steps.
+"""What ``anybatch check``, ``plan`` and ``tune`` do in the process of the user's script: stop it at its first steps."""
 
-Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``. QUESTION is JSON: the verb and its
-options. The outcome is written to the file RESULT.
-"""
-
-import importlib.machinery
+import atexit
 import json
 import logging
 import os
@@ -12,8 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -21,9 +16,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from anybatch import interception
+from anybatch.cli import edited
 from anybatch.cli.doctor_child import TorchFinder
+from anybatch.cli.options import INTERRUPTED
 from anybatch.cli.plan_loops import FoundStep, LoopWatch, users_frame
-from anybatch.cli.script import ONLY_RANK
+from anybatch.cli.script import ONLY_RANK, RESULT
 
 _PACKAGE = str(Path(__file__).parents[1])
 _RATED = 8  # batches of the range test, the last that were seen
@@ -87,7 +84,7 @@ class TuneWatch:
             self._noise, optimizers, batch=step._rows, micro_batches=self._result.micro_batches, steps=self._seen,
             rated=rated,
         )  # fmt: skip
-        return {"status": "tuned", **found.to_dict()}
+        return {"status": "measured", **found.to_dict()}
 
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
@@ -119,6 +116,8 @@ class Answer:
             interception.first_call.set(None)  # a step within the answer is a step
             self.write(status="reached")
             self.write(**_answered(call, self._question), at=at)
+        except KeyboardInterrupt:
+            os._exit(INTERRUPTED)
         except BaseException as error:  # noqa: BLE001 - it must not reach the script, which would go on with it
             traceback.print_exception(error)
         finally:
@@ -160,6 +159,8 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         return found.with_change(facts, question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
         _take_off_own_frames(error)
         traceback.print_exception(error)
@@ -259,58 +260,39 @@ def _leave(script_process: int) -> NoReturn:
     os._exit(0)
 
 
-def run(result: Path, question: Mapping[str, Any], script: str, arguments: Sequence[str]) -> int:
-    """Runs a script as ``__main__`` and returns its exit code, if no answer ends the process first."""
-    answer = Answer(result, question)
-    tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
-    watch = tuning or LoopWatch(answer.found, answer.refused)
+def begin(folder: str, question: Mapping[str, Any]) -> None:
+    """Waits for the first step of the script that runs next.
+
+    Args:
+        folder: for the answer.
+        question: the verb and its options; ``sources`` is the edited text of files, by path.
+    """
+    answer = Answer(Path(folder) / RESULT, question)
+    edited.use(question.get("sources", {}))
+    watch: TuneWatch | LoopWatch
+    if question["verb"] == "tune":
+        watch = TuneWatch(question["steps"], answer.told)
+        atexit.register(watch.finish)
+    else:
+        watch = LoopWatch(answer.found, answer.refused)
+        # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
+        interception.first_call = ContextVar("anybatch_first_call", default=answer)
     if "torch" in sys.modules:
         watch.attach()
     else:
         sys.meta_path.insert(0, TorchFinder(watch))
-    # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
-    if tuning is None:
-        interception.first_call = ContextVar("anybatch_first_call", default=answer)
-    module = types.ModuleType("__main__")
-    path = str(Path(script).absolute())
-    module.__dict__.update(
-        __file__=path, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
-    )
-    module.__dict__["__builtins__"] = __builtins__
-    sys.argv[:] = [script, *arguments]
-    sys.path[0] = str(Path(path).parent)
-    sys.modules["__main__"] = module  # also for pickle, and for workers that start by importing it
-    try:
-        if question.get("module"):
-            _as_module(module, question["module"])
-        text = Path(question.get("source") or path).read_bytes()
-        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
-    except SystemExit as stop:
-        if tuning is not None and not stop.code:
-            tuning.finish()
-        answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
-        raise
-    except BaseException as error:  # noqa: BLE001 - reported as Python itself would
-        if _expects_ranks(error):
-            answer.write(status="needs-ranks", error=f"{type(error).__name__}: {error}")
-            return 1
-        sys.excepthook(type(error), error.with_traceback(_without(__file__, error.__traceback__)), error.__traceback__)
-        answer.write(status="failed", error=f"{type(error).__name__}: {error}")
-        return 1
-    if tuning is not None:
-        tuning.finish()
-    answer.write(status="ended", code=0)
-    return 0
+    show, process = sys.excepthook, os.getpid()
 
+    def failed(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        expects_ranks = _expects_ranks(error)
+        if os.getpid() == process:
+            answer.write(status="needs-ranks" if expects_ranks else "failed", error=f"{kind.__name__}: {error}")
+            if isinstance(watch, TuneWatch):
+                atexit.unregister(watch.finish)
+        if not expects_ranks:
+            show(kind, error, frames)
 
-def _as_module(module: types.ModuleType, name: str) -> None:
-    """Makes a script what ``python -m`` makes of it: a part of its package."""
-    own = f"{name}.__main__" if Path(str(module.__file__)).name == "__main__.py" else name
-    sys.path[0] = str(Path.cwd())
-    module.__spec__ = importlib.machinery.ModuleSpec(own, module.__loader__, origin=module.__file__)  # type: ignore[arg-type]
-    module.__package__ = own.rpartition(".")[0]
-    if module.__package__:
-        importlib.import_module(module.__package__)
+    sys.excepthook = failed
 
 
 def _expects_ranks(error: BaseException) -> bool:
@@ -341,7 +323,3 @@ def _take_off_own_frames(error: BaseException) -> None:
             each.__context__ = None
         each.__traceback__ = _without(_PACKAGE, each.__traceback__) or each.__traceback__
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-
-
-if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4:]))

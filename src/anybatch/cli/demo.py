@@ -3,24 +3,19 @@
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 
-from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
+from anybatch.cli.options import INTERRUPTED, json_option
 from anybatch.cli.plan_screen import show_choice, show_ways
+from anybatch.cli.reporting import Outputs
 from anybatch.errors import DoesNotFit
-from anybatch.report.pages import is_own_page
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, format_seconds, parse_bytes
 
@@ -31,13 +26,16 @@ if TYPE_CHECKING:
 
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
-_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
+_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation and the sample
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
+# A prime number of samples, so that the last micro-batch is short.
+_SAMPLES, _QUICK_SAMPLES = 37, 19
+_SEED = 0  # of weights, batches and sample
+_SAMPLE_BYTES = 500  # of text that the model writes
 _LEARNED = 0.6  # of the entropy of a single byte: above it what the model writes is noise
 _PROMPT = "def "
 _COLUMN_WIDTHS = (12, 9, 10, 12, 10, 11)
 _MOST_WAYS = 6
-_PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +43,20 @@ class Options:
     """The options of the command line."""
 
     quick: bool  # whether it all has to be over in about 20 seconds
-    seconds: float | None  # of training, ``None`` for what suits
     updates: int | None  # of training, instead of a time
-    seed: int  # of weights, batches and sample
     sources: Path | None  # where the text is from, ``None`` for the standard library
-    output: Path  # the page
-    json_path: Path | None  # the findings as JSON, ``None`` for none
     memory: int | None  # the simulated budget, in bytes; ``None`` for a quarter of what the whole batch needs
-    samples: int | None  # sequences in a logical batch, ``None`` for what suits
-    sample_bytes: int  # how much text is written
+
+    @property
+    def samples(self) -> int:
+        """Sequences in a logical batch."""
+        return _QUICK_SAMPLES if self.quick else _SAMPLES
 
 
 @click.command("demo", short_help="Run a self-contained demo on local files.")
-@click.option("--quick", is_flag=True, help="Finish in about 20 seconds.")
-@click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
+@click.option("--quick", is_flag=True, help="Finish in about 20 seconds instead of two minutes.")
 @click.option(
     "--updates", type=click.IntRange(min=1), help="Train for this many updates instead, which is reproducible."
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**31 - 1),
-    default=0,
-    show_default=True,
-    help="The seed of weights, batches and sample.",
 )
 @click.option(
     "--sources",
@@ -80,26 +69,18 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
-@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html]")
 @json_option("the findings")
-@click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
-@click.option("--samples", type=click.IntRange(min=2), hidden=True)
-@click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
-def demo_command(*, force: bool, output: Path | None, **values: Any) -> None:
+def demo_command(*, json_path: Path | None, **values: Any) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
-    compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML file shows the
-    curves. Ctrl-C ends training early and keeps the result.
+    compares its gradient, memory and time with those of the whole batch, and trains the model. Ctrl-C ends training
+    early and keeps the result.
     """
-    # A prime number of samples, so that the last micro-batch is short.
-    values["samples"] = values["samples"] or (19 if values["quick"] else 37)
-    options = Options(output=output or Path("anybatch-demo.html"), **values)
-    _check_options(options, force=force)
-    # JSON has standard output for itself.
-    screen = Terminal(Console(stderr=str(options.json_path) == "-", highlight=False))
+    options, outputs = Options(**values), Outputs(json_path)
+    screen = Terminal(outputs.console())
     try:
-        _run(options, screen)
+        _run(options, screen, outputs)
     except KeyboardInterrupt:
         _say(screen, "Stopped. Nothing more was written.")
         sys.exit(INTERRUPTED)
@@ -114,19 +95,7 @@ def _bytes_of(text: str | None) -> int | None:
         raise click.BadParameter(str(error)) from None
 
 
-def _check_options(options: Options, *, force: bool) -> None:
-    """Refuses what would fail only after two minutes of training."""
-    if options.seconds is not None and (options.updates is not None or options.quick):
-        other = "--quick" if options.quick else "--updates"
-        raise click.UsageError(f"got --seconds and {other}, expected one of them: leave one out")
-    check_folder(options.json_path)
-    check_file(options.output, "page that anybatch wrote", is_own_page, force=force)
-    for path in (options.output, options.json_path):
-        if path is not None and path.exists() and not os.access(path, os.W_OK):
-            raise click.UsageError(f"{path} can't be written; name another file")
-
-
-def _run(options: Options, screen: Terminal) -> None:
+def _run(options: Options, screen: Terminal, outputs: Outputs) -> None:
     began = time.monotonic()
     text = _read_text(options)
     facts = text.facts()
@@ -135,15 +104,7 @@ def _run(options: Options, screen: Terminal) -> None:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
-    if options.json_path is not None:
-        write_json(options.json_path, record.to_dict())
-    screen.line()
-    from anybatch.demo.presentation import demo_page
-
-    options.output.write_text(demo_page(record), encoding="utf-8")
-    screen.line(f"Page  {options.output.absolute()}")
-    if options.json_path is not None and str(options.json_path) != "-":
-        screen.line(f"JSON  {options.json_path.absolute()}")
+    outputs.write(record.to_dict())
     _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
 
 
@@ -157,13 +118,8 @@ def _read_text(options: Options) -> "SourceText":
 
 
 def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
-    """Prints what the demonstration will do."""
+    """Prints what the demonstration is made of."""
     budget = "a quarter of what the whole batch needs" if options.memory is None else format_bytes(options.memory)
-    duration = format_seconds(options.seconds or _SECONDS)
-    if options.updates is not None:
-        duration = f"{options.updates} updates"
-    elif options.quick:
-        duration = f"what is left of {format_seconds(_QUICK_SECONDS)}"
     screen.heading("anybatch demo: a logical batch larger than the memory")
     for name, said in (
         ("text", f"the Python files below {text.root}"),
@@ -172,11 +128,6 @@ def _announce(options: Options, screen: Terminal, text: "TextFacts") -> None:
         ("model", "a byte-level transformer, float32, on the CPU"),
         ("memory", f"simulated budget of {budget}"),
         ("batch", f"{options.samples} sequences for each update of the optimizer"),
-        ("steps", "1. the plan: the fastest configuration within that budget"),
-        ("", "2. the gradient of the whole batch against that of its micro-batches"),
-        ("", f"3. training for {duration}; Ctrl-C ends it early"),
-        ("", "4. a sample of what the model writes"),
-        ("", f"5. the page {options.output}"),
     ):
         screen.term(name, said)
 
@@ -188,32 +139,32 @@ def _record(options: Options, screen: Terminal, text: "SourceText", facts: "Text
     from anybatch.demo.training import TrainingRun, TrainingSettings, as_tensor, first_batch
     from anybatch.demo.transformer import make_model
 
-    model, quick, samples = make_model(options.seed), options.quick, options.samples or 0
+    model, quick = make_model(_SEED), options.quick
     train, validation = as_tensor(text.train), as_tensor(text.validation)
     settings = TrainingSettings(
-        updates=options.updates, samples=samples, validations=4 if quick else 10,
-        validation_samples=64 if quick else 256, seed=options.seed,
+        updates=options.updates, samples=options.samples, validations=4 if quick else 10,
+        validation_samples=64 if quick else 256, seed=_SEED,
     )  # fmt: skip
     with _stage(screen, "1. The plan", "planning ..."):
-        batch = first_batch(train, samples, model.context, options.seed)
+        batch = first_batch(train, options.samples, model.context, _SEED)
         plan = comparison.plan_update(model, batch, settings, options.memory)
-    show_choice(plan, screen.console)
+    show_choice(plan, screen)
     screen.line()
-    show_ways(plan, screen.console, _MOST_WAYS, "the page")
+    show_ways(plan, screen, _MOST_WAYS, "--json")
     with _stage(screen, "2. The gradient of one logical batch", "computing ..."):
         compared = comparison.compare_gradients(model, batch, plan=plan, rounds=3 if quick else 6)
     screen.table(presentation.comparison_table(compared))
     for name, said in presentation.comparison_notes(compared):
         screen.term(name, said)
-    seconds = options.seconds or _SECONDS
+    seconds = _SECONDS
     if quick:
         left = _QUICK_SECONDS - _QUICK_AFTERWARDS_SECONDS - (time.monotonic() - began)
         seconds = max(_QUICK_TRAINING_SECONDS, left)
     curve = _trained(TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds)), screen)
     screen.line()
     _say(screen, presentation.outcome_text(facts, plan, curve))
-    sample = _written(options, screen, model, curve.points[-1].validation_bits < _LEARNED * facts.unigram_bits)
-    return DemoRecord(_versions(), options.seed, facts, plan, compared, curve, sample)
+    sample = _written(screen, model, curve.points[-1].validation_bits < _LEARNED * facts.unigram_bits)
+    return DemoRecord(_versions(), facts, plan, compared, curve, sample)
 
 
 def _say(screen: Terminal, text: str) -> None:
@@ -227,7 +178,7 @@ def _stage(screen: Terminal, heading: str, text: str) -> AbstractContextManager[
 
 
 def _trained(run: "TrainingRun", screen: Terminal) -> "TrainingCurve":
-    """Trains with a row for each validation, and on a terminal a line that moves."""
+    """Trains with a row for each validation; the first Ctrl-C stops it between two updates, the second at once."""
     from anybatch.demo.presentation import CURVE_HEADER, curve_row
 
     def row(cells: tuple[str, ...]) -> None:
@@ -236,69 +187,29 @@ def _trained(run: "TrainingRun", screen: Terminal) -> "TrainingCurve":
     def on_validation(point: "CurvePoint") -> None:
         row(curve_row(point))
 
-    screen.heading("3. Training (losses in bits per byte)")
-    row(CURVE_HEADER)
-    with _asked_to_stop(screen) as asked:
-        if not screen.console.is_terminal:
-            return run.run(on_validation=on_validation, should_stop=asked.is_set)
-        with _progress(screen.console) as progress:
-            return run.run(_moving(progress), on_validation, asked.is_set)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[state]}", markup=False),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=console, expand=True, transient=True)
-
-
-def _moving(progress: Progress) -> Callable[["TrainingRun"], None]:
-    """Shows after each update how far training is, the loss, the speed and the memory."""
-    from anybatch.memory.meter import resident_bytes
-
-    task, smoothed = progress.add_task("", total=1.0, state="starting"), list[float]()
-
-    def on_update(run: "TrainingRun") -> None:
-        before = smoothed.pop() if smoothed else run.losses[-1]
-        smoothed.append(_PAST_OF_LOSS * before + (1 - _PAST_OF_LOSS) * run.losses[-1])
-        state = f"loss {smoothed[0]:.2f}  {run.tokens_per_second / 1000:.1f}k tokens/s"
-        progress.update(task, completed=run.fraction, state=f"{state}  {format_bytes(resident_bytes())}")
-
-    return on_update
-
-
-@contextmanager
-def _asked_to_stop(screen: Terminal) -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into a request, so that training ends between updates; the second stops at once."""
-    asked = threading.Event()
-
-    def ask(signal_number: int, frame: FrameType | None) -> None:
-        asked.set()
+    def stop(*_: object) -> None:
         signal.signal(signal.SIGINT, previous)
+        run.is_stopped = True
         _say(screen, "Stopping after this update. Ctrl-C again stops at once.")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    previous = signal.signal(signal.SIGINT, ask)
+    screen.heading("3. Training (losses in bits per byte); Ctrl-C ends it early")
+    row(CURVE_HEADER)
+    previous = signal.signal(signal.SIGINT, stop)
     try:
-        yield asked
+        return run.run(on_validation)
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
-def _written(options: Options, screen: Terminal, model: Any, has_learned: bool) -> str:
+def _written(screen: Terminal, model: Any, has_learned: bool) -> str:
     """A sample of what the model writes; one that does not yet know how often each byte occurs would write noise."""
     from anybatch.demo.transformer import write_text
 
     screen.heading("4. What the model writes")
     if not has_learned:
-        _say(screen, "Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
+        _say(screen, "Left out: the model has not learned enough yet. anybatch demo --updates 5000 trains longer.")
         return ""
-    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
+    sample = write_text(model, _PROMPT, length=_SAMPLE_BYTES, seed=_SEED)
     text, console = sample.rstrip("\n"), screen.console
     if console.is_terminal:
         console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))

@@ -12,21 +12,21 @@ import click
 from rich.console import Console
 
 from anybatch.cli import options
-from anybatch.cli.doctor_fixes import SECONDS, with_fixes
-from anybatch.cli.doctor_launch import Finished, Target, TargetCommand, end_as, launch, target_of
+from anybatch.cli.doctor_fixes import with_fixes
 from anybatch.cli.doctor_records import (
     compared,
     completed,
     damage_of,
     failed_severity,
     is_record,
-    launches_ranks,
     not_followed,
     note_differences,
     records_of_ranks,
     to_complete,
     without_records_of_ranks,
 )
+from anybatch.cli.launching import Finished, end_as, launch
+from anybatch.cli.options import ScriptCommand, Target, launches_ranks
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.live import Judge, is_met, sentence_of
 from anybatch.doctor.policy import Policy
@@ -45,7 +45,6 @@ class Wishes:
 
     wanted: Wanted  # what is reported, and how
     record: Path | None  # what was seen
-    output: Path | None  # the page
     fail_on: str | None  # the least severity that is a failure
     active: bool  # whether also probes that train a copy run
     no_ask: bool  # whether no question is asked after the script
@@ -53,18 +52,13 @@ class Wishes:
     every: int | None  # steps from one sample to the next
     fix: bool  # whether fixes are tried by running the script again
     patch: Path | None  # the file for the patch, ``None`` for standard output
-    fix_seconds: float  # that one trial may take
     steps: int | None  # after which the run ends, ``None`` for none
     stop_on: tuple[str, ...]  # findings for which it ends
 
 
-@click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")
-@click.argument(
-    "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=target_of
-)
-@options.json_option("the diagnosis")
+@click.command("doctor", cls=ScriptCommand, options_behind=False, short_help="Why does it not learn?")
+@options.of_script
 @options.file_option("--record", help="Keep the record of the run.")
-@options.page_option
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning"]),
@@ -76,22 +70,14 @@ class Wishes:
     "--fix", is_flag=True, help="Run the script again with each proposed change, and print a patch of those that help."
 )
 @options.file_option("--patch", help="Write the patch of --fix to this file.")
-@click.option(
-    "--fix-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=SECONDS,
-    metavar="SECONDS",
-    help=f"How long one trial of --fix may take.  [default: {SECONDS:g}]",
-)
 @reporting_options
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="End the run after N steps of the optimizer.")
 @click.option(
     "--stop-on", multiple=True, metavar="nan|error|CODES", help="End the run with exit code 3 when this is found."
 )
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
-@click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @options.timeout_option
-def doctor_command(target: Target, *, json_path: Path | None, force: bool, **given: Any) -> None:
+def doctor_command(target: Target, *, force: bool, **given: Any) -> None:
     """Watches SCRIPT train, and says what is wrong, where, and what to change.
 
     The script runs unchanged, to its end, with the same results. Options of the doctor stand before SCRIPT; everything
@@ -104,17 +90,16 @@ def doctor_command(target: Target, *, json_path: Path | None, force: bool, **giv
     The exit code is the script's; 124 if --timeout stopped it, 3 if --stop-on did, 1 if --fail-on found something and
     the script itself ended well.
 
-    With --fix the script runs again for some steps with each proposed change. Such a trial writes to a temporary
-    folder, and the script's file is never changed. The patch of the changes that helped goes to standard output, as in:
+    With --fix the script runs again for some steps with each proposed change, each time for at most --timeout or 120
+    seconds. Such a trial writes to a temporary folder, and the script's file is never changed. The patch of the changes
+    that helped goes to standard output, as in:
     anybatch doctor --fix train.py | git apply
     """
     home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
     own = {one.name: given.pop(one.name) for one in fields(Wishes) if one.name in given}
-    wanted = Wanted(home, json_path=json_path, **given)
+    wanted = Wanted(home, force=force, **given)
     own |= {"fail_on": own["fail_on"] or wanted.policy.fail_on, "stop_on": wanted.stops(own["stop_on"])}
     wishes = Wishes(wanted=wanted, **{**own, "fix": own["fix"] or own["patch"] is not None})
-    options.check_folder(json_path)
-    options.check_page(wishes.output, force=force)
     options.check_file(wishes.record, "record that anybatch wrote", is_record, force=force)
     options.check_file(wishes.patch, "patch", options.is_patch, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
@@ -138,8 +123,8 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
         "active": wishes.active, "ask": not wishes.no_ask, "launches_ranks": several, "steps": wishes.steps,
     }  # fmt: skip
-    to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.takes_stdout
-    quiet = to_stdout or wishes.wanted.takes_stdout
+    to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.outputs.takes_stdout
+    quiet = to_stdout or wishes.wanted.outputs.takes_stdout
     watcher = Watcher(
         record, ranks=several, policy=wishes.wanted.policy, stop_on=wishes.stop_on, is_quiet=wishes.wanted.quiet
     )  # fmt: skip
@@ -159,14 +144,14 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said))
         patch = ""
         if wishes.fix:
-            diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.fix_seconds, several=several)
+            diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.timeout, several=several)
         console = Console(stderr=True, highlight=False)
         with contextlib.suppress(OSError):  # a standard error that is closed; the report has other places
             if not wishes.wanted.quiet:
                 console.print()  # what the script wrote ends here
-        wishes.wanted.write(diagnosis, run, console, wishes.output, {"patch": patch} if wishes.fix else {})
+        wishes.wanted.write(diagnosis, run, console, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
-            options.write_whole(wishes.patch, patch)
+            wishes.patch.write_text(patch, encoding="utf-8")
         elif to_stdout and patch:
             click.echo(patch, nl=False)
         return finished, failed_severity(diagnosis, wishes.fail_on), watcher.stopped is not None
@@ -177,13 +162,13 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
 
 
 def _fixed(
-    diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float, *, several: bool
+    diagnosis: Diagnosis, run: Run, target: Target, folder: Path, timeout: float | None, *, several: bool
 ) -> tuple[Diagnosis, str]:
     """The diagnosis with the fixes that were tried, and their patch; whatever fails, the diagnosis stays."""
     why = "its processes are started by a launcher" if several else ""
     try:
         if not why:
-            return with_fixes(diagnosis, run, target, folder, seconds)
+            return with_fixes(diagnosis, run, target, folder, timeout)
     except Exception as error:  # noqa: BLE001 - the report has to come in any case
         why = f"{type(error).__name__}: {error}"
     return replace(diagnosis, notes=(*diagnosis.notes, f"No fix was tried: {why}.")), ""

@@ -54,7 +54,8 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     if settings.get("trial"):
         from anybatch.cli import doctor_trial
 
-        doctor_trial.Trial(settings["trial"]).begin()
+        attendance.trial = doctor_trial.Trial(settings["trial"])
+        attendance.trial.begin()
     if "torch" in sys.modules:
         attendance.attach()
     else:
@@ -106,6 +107,7 @@ class Attendance:
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
         self._folder = folder
         self._settings = settings
+        self.trial: Any = None  # of a fix, if one is tried
         self._process = os.getpid()
         self._doctor: Any = None
         self._told: BaseException | None = None
@@ -156,11 +158,8 @@ class Attendance:
             from anybatch.doctor.live import AfterStep
 
             AfterStep(doctor, lambda step: sys.exit(0) if step >= settings["steps"] else None)
-        if settings.get("trial"):
-            from anybatch.cli.doctor_trial import Trial
-
-            if Trial.current is not None:
-                Trial.current.with_torch(sys.modules["torch"], self.finish)
+        if self.trial is not None:
+            self.trial.with_torch(sys.modules["torch"], self.finish)
         atexit.register(self.finish)
         self._hooks = (sys.excepthook, threading.excepthook)
         self._frames.put_on()

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from anybatch.cli.doctor_launch import Finished, Target, launch
 from anybatch.cli.doctor_records import completed
-from anybatch.cli.doctor_trial import REFUSED, START
+from anybatch.cli.doctor_trial import REFUSED
+from anybatch.cli.launching import Finished, launch
+from anybatch.cli.options import Target
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from anybatch.doctor.fixes.source import Edit
     from anybatch.doctor.fixes.trying import Tried
 
-SECONDS = 120.0
-"""That one trial may take, unless ``--fix-seconds`` says otherwise."""
+_SECONDS = 120.0  # that one trial may take, unless ``--timeout`` says otherwise
 _MOST_FINDINGS = 3
 _MOST_EDITS = 4  # of one finding
 _INTERRUPTED = frozenset({130, *(-getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -65,20 +65,18 @@ class Trials:
         return Tried(found, run, refused=why, late=finished.limit is not None, code=finished.code)
 
     def _launched(self, folder: Path, record: Path, sources: Mapping[str, str]) -> Finished:
-        command = list(self.target.command)
-        if command[0] != "-m":
-            (folder / "run.py").write_text(START, encoding="utf-8")
-            command.insert(0, str(folder / "run.py"))
         settings = {
             "record": str(record), "script": self.target.name, "arguments": self.target.arguments, "every": None,
             "active": False, "ask": True, "launches_ranks": False,
             "trial": {"folder": str(folder), "sources": dict(sources), "steps": self.steps},
         }  # fmt: skip
-        return launch(command, folder, settings, self.seconds, output=folder / "output")
+        return launch(self.target.command, folder, settings, self.seconds, is_edited=True, output=folder / "output")
 
 
-def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float) -> tuple[Diagnosis, str]:
-    """Tries fixes of the first findings, one after the other, in trials of so many seconds at most.
+def with_fixes(
+    diagnosis: Diagnosis, run: Run, target: Target, folder: Path, timeout: float | None
+) -> tuple[Diagnosis, str]:
+    """Tries fixes of the first findings, one after the other, in trials that end after ``timeout``.
 
     Gives the diagnosis with the fixes that helped, and their patch, which is empty if none did.
     """
@@ -89,10 +87,10 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     notes: tuple[str, ...] = (f"No fix was tried for {names}.",) if names else ()
     if not found:
         return replace(diagnosis, notes=(*diagnosis.notes, *notes)), ""
-    trials = Trials(target, folder, steps_for(found), seconds)
+    trials = Trials(target, folder, steps_for(found), timeout or _SECONDS)
     click.echo(
-        f"anybatch doctor: trying fixes; the script runs again for up to {trials.steps} steps and {seconds:g} seconds "
-        "each time, and what it writes goes to a temporary folder.", err=True,
+        f"anybatch doctor: trying fixes; the script runs again for up to {trials.steps} steps and "
+        f"{trials.seconds:g} seconds each time, and what it writes goes to a temporary folder.", err=True,
     )  # fmt: skip
     fitting = _Fitting(trials, diagnosis, run)
     try:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN, LEFT, LOST, PROCESSES, of_rank
-from anybatch.cli.doctor_launch import Finished, Target
+from anybatch.cli.launching import Finished
+from anybatch.cli.options import Target
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
@@ -155,17 +156,6 @@ def is_record(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and "kind" in values
-
-
-_LAUNCHERS = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
-_SCRIPTS = frozenset({"torchrun", "accelerate"})
-
-
-def launches_ranks(command: Sequence[str]) -> bool:
-    """Whether a command is a launcher of ranks, such as torchrun."""
-    if command[0] == "-m":
-        return command[1] in _LAUNCHERS
-    return Path(command[0]).name in _SCRIPTS
 
 
 def records_of_ranks(record: Path) -> dict[int, Path]:

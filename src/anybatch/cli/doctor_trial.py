@@ -6,16 +6,15 @@ or renaming a file that the trial did not write) is refused, which ends most scr
 """
 
 import builtins
-import importlib.machinery
 import io
-import linecache
 import os
 import random
 import shutil
 import sys
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from anybatch.cli import edited
 
 REFUSED = "refused"
 """The file of a trial's folder that says what was refused."""
@@ -198,23 +197,6 @@ def _guard(folder: str, note: Callable[[str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def _with_sources(sources: Mapping[str, str]) -> None:
-    """Makes imports take the edited text of files; tracebacks and ``inspect`` show it."""
-    if not sources:
-        return
-    for path, text in sources.items():
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    get_code = importlib.machinery.SourceFileLoader.get_code
-
-    def edited(self: Any, fullname: str) -> Any:
-        path = os.path.abspath(self.path)  # noqa: PTH100
-        if path in sources:
-            return compile(sources[path].encode(), path, "exec", dont_inherit=True)
-        return get_code(self, fullname)
-
-    importlib.machinery.SourceFileLoader.get_code = edited  # type: ignore[method-assign]
-
-
 class Trial:
     """One trial run of a script.
 
@@ -222,8 +204,6 @@ class Trial:
         settings: ``folder`` for its writes, ``sources`` (the edited text of files, by path), and ``steps`` of one
             optimizer after which it ends.
     """
-
-    current: "Trial | None" = None
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._shadow = Shadow(settings["folder"])
@@ -235,7 +215,6 @@ class Trial:
 
     def begin(self) -> None:
         """Prepares the process before the script runs and torch is imported."""
-        Trial.current = self
         folder = self._shadow.folder
         temporary = os.path.join(folder, "tmp")  # noqa: PTH118
         os.makedirs(temporary, exist_ok=True)  # noqa: PTH103
@@ -246,7 +225,7 @@ class Trial:
         for path, text in self._sources.items():  # for those that read a source as a file
             with self._shadow.open(path, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-        _with_sources(self._sources)
+        edited.use(self._sources)
         self._shadow.put_on()
         _guard(folder, self._note)
 
@@ -274,26 +253,3 @@ class Trial:
             os._exit(0)
         self._left = True
         raise SystemExit(0)
-
-    def run(self, script: str) -> None:
-        """Runs the edited text of a script as Python would."""
-        path = os.path.abspath(script)  # noqa: PTH100
-        if os.path.isdir(path):  # noqa: PTH112
-            sys.path[0], path = path, os.path.join(path, "__main__.py")  # noqa: PTH118
-        else:
-            sys.path[0] = os.path.dirname(path)  # noqa: PTH120
-        module = types.ModuleType("__main__")
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins)
-        sys.modules["__main__"] = module
-        code: Any = loader.get_code("__main__")
-        exec(code, module.__dict__)
-
-
-START = """\
-import sys
-own = sys.modules["anybatch.cli.doctor_trial"]
-sys.argv[:] = sys.argv[1:]
-own.Trial.current.run(sys.argv[0])
-"""
-"""What runs in place of the script, which is its first argument."""

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from anybatch.cli.options import check_folder, json_option, write_json
-from anybatch.records.plans import Plan, PlanRow
-from anybatch.report.frontier import rows_of, time_header, time_text
-from anybatch.report.tables import TextTable
+from anybatch.cli.options import json_option
+from anybatch.cli.plan_screen import show_ways
+from anybatch.cli.reporting import Outputs
+from anybatch.records.plans import Plan
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, parse_bytes
 
@@ -70,24 +69,25 @@ def estimate_command(
 
     Exit codes: 0 if something fits, 1 if nothing does, 2 if there is no such model.
     """
-    check_folder(json_path)
+    outputs = Outputs(json_path)
     wishes = {"rows": batch, "length": length or 0, "memory": memory, "device": device, "optimizer": optimizer,
               "dtype": dtype}  # fmt: skip
     found: dict[str, Plan | str] = {}
     for what, rank in [("all weights", None), *([(f"LoRA of rank {lora}", lora)] if lora else [])]:
         found[what] = _estimated(model, {**wishes, "lora": rank})
-    plans = {what: one for what, one in found.items() if isinstance(one, Plan)}
-    if json_path is not None:
-        kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
-        write_json(json_path, {"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept})
-    terminal = Terminal(Console(stderr=str(json_path) == "-", highlight=False))
+    kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
+    outputs.write({"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept})
+    terminal = Terminal(outputs.console())
     terminal.words(f"{model}: a batch of {batch} within {memory}, {optimizer}, {dtype}", style="bold")
-    if plans:
-        _show(plans, terminal)
     for what, one in found.items():
         if isinstance(one, str):
             terminal.words(f"{what}: {one}")
-    if not plans:
+            continue
+        terminal.heading(what)
+        show_ways(one, terminal, _MOST_ROWS, "--json")
+        if one.smallest_bytes:
+            terminal.words(f"The smallest budget with a plan: {format_bytes(one.smallest_bytes)}")
+    if all(isinstance(one, str) for one in found.values()):
         if not lora:
             terminal.words("Not tried: --lora 16, which trains thin matrices in the place of the weights.")
         sys.exit(1)
@@ -104,27 +104,3 @@ def _estimated(model: str, wishes: dict[str, Any]) -> Plan | str:
         return f"does not fit: {error}"
     except AnyBatchError as error:
         raise click.UsageError(f"{model} can't be estimated: {error}") from None
-
-
-def _show(plans: dict[str, Plan], terminal: Terminal) -> None:
-    """The configurations that fit, those of each plan with the fastest first."""
-    first = next(iter(plans.values()))
-    header = ("trained", "micro-batches", "recompute", "offload", "loss", "peak", time_header(first))
-    rows, marked = list[tuple[str, ...]](), set[int]()
-    for what, plan in plans.items():
-        fitting = [row for row in rows_of(plan) if row.peak_bytes <= plan.budget]
-        for row in [plan.chosen, *[one for one in fitting if one != plan.chosen]][:_MOST_ROWS]:
-            if row == plan.chosen:
-                marked.add(len(rows))
-            rows.append(_cells(what, plan, row))
-    terminal.line()
-    terminal.table(TextTable(header, tuple(rows), frozenset(marked)))
-    smallest = [f"{what}: {format_bytes(one.smallest_bytes)}" for what, one in plans.items() if one.smallest_bytes]
-    terminal.words(f"The smallest budget that a plan can be made for: {'; '.join(smallest)}")
-
-
-def _cells(what: str, plan: Plan, row: PlanRow) -> tuple[str, ...]:
-    blocks = (str(len(names)) if names else "-" for names in (row.recompute, row.offload))
-    chunks = f"{row.loss_chunks} chunks" if row.loss_chunks > 1 else "-"
-    size = f"{row.micro_batches} of {row.micro_batch_size:g}"
-    return (what, size, *blocks, chunks, format_bytes(row.peak_bytes), time_text(plan, row.seconds))

@@ -1,42 +1,46 @@
-"""What the verbs share: options, checks of output files, writing."""
+"""What the verbs share: their script, options, checks of output files."""
 
-import json
+import itertools
 import os
-import stat
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 _PATCH = b"--- a/"
-MODULE = "anybatch.module"
-"""Where a context has the name of the module that runs in place of a script."""
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class NoAnswer(click.ClickException):
-    """The script did not reach a step that the question can be answered for."""
+class Target(NamedTuple):
+    """The script or module to run."""
 
-    exit_code = 2
+    name: str  # the script as the user wrote it, or ``-m`` and the name of a module
+    command: tuple[str, ...]  # for the interpreter
+    arguments: tuple[str, ...]  # of the script
 
 
 class ScriptCommand(click.Command):
-    """A command whose options stand before or after the script; unknown ones after it belong to the script."""
+    """A command on a script, or on ``-m`` and a module, with the script's arguments behind it.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Its options stand before the script. With ``options_behind`` they may stand behind it, too, where unknown ones are
+    the script's; without, everything behind the script is the script's.
+    """
+
+    def __init__(self, *arguments: Any, options_behind: bool = True, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.epilog = (
-            "Instead of SCRIPT, -m MODULE runs a module of this folder. Options after SCRIPT that anybatch has too are "
-            "anybatch's; those behind -- are the script's."
-        )
+        self._options_behind = options_behind
+        if options_behind:
+            self.epilog = (
+                "Instead of SCRIPT, -m MODULE runs a module. Options after SCRIPT that anybatch has too are "
+                "anybatch's; those behind -- are the script's."
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Separates its own options from the arguments of the script; everything after ``--`` is the script's."""
+        """Separates the options from the script and its arguments; everything after ``--`` is the script's."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         takes_value = {name: not (one.is_flag or one.is_eager) for one in options for name in one.opts}
         own: list[str] = []
@@ -46,42 +50,72 @@ class ScriptCommand(click.Command):
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             if word == "--":
                 others += words
-            elif word == "-m" and not others:
-                ctx.meta[MODULE] = next(words, "")
-                others.append(_file_of(ctx.meta[MODULE]))
+            elif others and not self._options_behind:
+                others += [word, *words]
+            elif name == "-m" and not others:
+                others += ["-m", *([word[2:]] if word != "-m" else itertools.islice(words, 1))]
             elif word.startswith("-") and name in takes_value:
-                own += [word, *([next(words, "")] if takes_value[name] and word == name else [])]
+                own += [word, *(itertools.islice(words, 1) if takes_value[name] and word == name else ())]
             elif word.startswith("-") and word != "-" and not others:
                 raise click.NoSuchOption(name, possibilities=takes_value, ctx=ctx)
             else:
                 others.append(word)
-        return super().parse_args(ctx, [*own, *others[:1], "--", *others[1:]])
-
-
-def _file_of(module: str) -> str:
-    """The file of a module in the current folder; nothing is imported for it."""
-    at = module.replace(".", "/")
-    found = next((one for one in (f"{at}.py", f"{at}/__main__.py") if module and Path(one).is_file()), None)
-    if found is None:
-        raise click.UsageError(f"-m {module}: no such module in this folder; expected one as in: -m package.train")
-    return found
+        return super().parse_args(ctx, [*own, *(["--", *others] if others else [])])
 
 
 def of_script(function: Function) -> Function:
-    """Adds the script and its arguments to a command."""
-    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")(function)
-    kind = click.Path(exists=True, dir_okay=False, path_type=Path)
-    return click.argument("script", type=kind, callback=lambda ctx, param, path: no_notebook(path))(function)
+    """Adds the script and its arguments to a command, as a ``Target``."""
+    return click.argument(
+        "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=_target_of
+    )(function)
 
 
-def no_notebook(path: Path) -> Path:
-    """Refuses a notebook, which Python can't run as a script."""
+_LAUNCHERS = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
+_SCRIPTS = frozenset({"torchrun", "accelerate"})
+
+
+def launches_ranks(command: Sequence[str]) -> bool:
+    """Whether a command is a launcher of ranks, such as torchrun."""
+    if command[0] == "-m":
+        return command[1] in _LAUNCHERS
+    return Path(command[0]).name in _SCRIPTS
+
+
+def _target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
+    verb, script, arguments = ctx.info_name, words[0], tuple(words[1:])
+    if script == "-m":
+        if not arguments:
+            raise click.UsageError(f"Argument expected for the -m option, as in: anybatch {verb} -m package.train", ctx)
+        target = Target(f"-m {arguments[0]}", ("-m", *arguments), arguments[1:])
+    else:
+        _check_script(ctx, param, script)
+        target = Target(script, (script, *arguments), arguments)
+    if launches_ranks(target.command) and verb != "doctor":
+        raise click.UsageError(
+            f"{target.name} starts other processes, in which a step would not be seen; name the script that trains, "
+            "which then runs as one process"
+        )
+    return target
+
+
+def _check_script(ctx: click.Context, param: click.Parameter, script: str) -> None:
+    verb, path = ctx.info_name, Path(script)
+    if not path.exists():
+        raise click.BadParameter(
+            f"{script!r} does not exist. Options of anybatch {verb} stand before the script, and those of the script "
+            f"behind it, as in: anybatch {verb} --json out.json train.py --epochs 1",
+            ctx,
+            param,
+        )
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise click.BadParameter(
+            f"{script!r} is a folder without a __main__.py; name the script in it that trains", ctx, param
+        )
     if path.suffix == ".ipynb":
         raise click.UsageError(
             f"{path} is a notebook; expected a script, as from: jupyter nbconvert --to script {path}. In a cell use "
             "anybatch.plan, anybatch.check and anybatch.Doctor"
         )
-    return path
 
 
 def json_option(what: str) -> Callable[[Function], Function]:
@@ -101,6 +135,7 @@ def file_option(*names: str, help: str) -> Callable[[Function], Function]:
 
 
 page_option = file_option("-o", "--output", help="Write an HTML page.")
+force_option = click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 timeout_option = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -124,55 +159,7 @@ def check_file(path: Path | None, what: str, is_own: Callable[[Path], bool], *, 
         raise click.UsageError(f"{path} exists and is not a {what}; name another or add --force")
 
 
-def check_page(path: Path | None, *, force: bool) -> None:
-    """The same for a page."""
-    from anybatch.report.pages import is_own_page
-
-    check_file(path, "page that anybatch wrote", is_own_page, force=force)
-
-
 def is_patch(path: Path) -> bool:
     """Whether a file is a patch; one without any change is empty."""
     with path.open("rb") as file:
         return file.read(len(_PATCH)) in (b"", _PATCH)
-
-
-def json_text(values: Mapping[str, Any]) -> str:
-    """Plain values as JSON."""
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes plain values as JSON, to standard output if the path is ``-``."""
-    text = json_text(values)
-    if str(path) == "-":
-        click.echo(text, nl=False)
-    else:
-        write_whole(path, text)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, atomically if it is a regular one in a writable folder."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except PermissionError:  # of the folder; the file itself may be writable
-        path.write_text(text, encoding="utf-8")
-        return
-    unfinished = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

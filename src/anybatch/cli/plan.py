@@ -1,19 +1,18 @@
 """``anybatch plan``: what is the fastest configuration of the user's training step within a memory budget?"""
 
-import json
 import textwrap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.plan_screen import show_plan, show_rank_plan
-from anybatch.cli.reporting import Output, Outputs, format_option
-from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.cli.reporting import Outputs
+from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
@@ -72,26 +71,21 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="How ranks hold the model: a copy each, fully_shard of each block, or that with "
     "reshard_after_forward=False.  [default with --ranks: ddp]",
 )
-@options.file_option("-o", "--output", help="Save the plan; anybatch.Plan.load reads it.")
-@options.file_option("--html", help="Write an HTML page that plots time against memory.")
+@options.page_option
 @options.file_option("--patch", help="For a plain loop: write the lines to change as a patch, for patch -p1.")
-@options.json_option("the plan")
-@format_option(("terminal", "json"))
-@click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
+@options.json_option("the plan, for anybatch.Plan.load,")
+@options.force_option
 @options.timeout_option
 def plan_command(
-    script: Path,
-    arguments: tuple[str, ...],
+    target: options.Target,
     memory: str | float | None,
     device: str | None,
     batch_norm: str | None,
     ranks: int | None,
     shard: Shard | None,
     output: Path | None,
-    html: Path | None,
     patch: Path | None,
     json_path: Path | None,
-    formats: tuple[Output, ...],
     force: bool,
     timeout: float | None,
 ) -> None:
@@ -107,81 +101,58 @@ def plan_command(
     Exit codes: 0 for a plan, 1 if nothing fits in the budget or the step refuses the micro-batches, 2 if the script
     never reached a step.
     """
-    _check_ranks(ranks, shard, output, html, patch)
-    outputs = Outputs(formats, json_path)
-    options.check_file(output, "plan", _is_own_plan, force=force)
-    options.check_page(html, force=force)
+    _check_ranks(ranks, shard, output, patch)
+    outputs = Outputs(json_path, page=output, force=force)
     options.check_file(patch, "patch", options.is_patch, force=force)
     question: dict[str, Any] = {
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
-        "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
+        "batch_norm": batch_norm, "saved": _saved(json_path), "timeline": output is not None,
     }  # fmt: skip
-    ending = run_until_first_call(script, arguments, timeout, question)
+    ending = run_until_first_call(target, timeout, question)
     if ending.status == "too-large":
-        _end_too_large(ending.facts, script, outputs)
-    if ending.status != "planned":
-        raise options.NoAnswer(no_answer(ending, script, "plan", "planned"))
+        _end_too_large(ending.facts, target.name, outputs)
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
-        show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))
-        outputs.write(lambda _: options.json_text(ranked.to_dict()), show)
+        show = partial(show_rank_plan, ranked, notes=_notes(ending))
+        outputs.write(ranked.to_dict(), show)
         return
-    _report(Plan.from_dict(ending.facts["plan"]), script, ending, question, _Files(output, html, patch), outputs)
+    _report(ending, target.name, question, patch, outputs)
 
 
-class _Files(NamedTuple):
-    """Where the plan, its page and the lines to change are written; ``None`` for nowhere."""
-
-    output: Path | None
-    html: Path | None
-    patch: Path | None
+def _saved(json_path: Path | None) -> str | None:
+    """The file that a plan can be loaded from."""
+    return None if json_path is None or str(json_path) == "-" else str(json_path)
 
 
-def _report(
-    plan: Plan, script: Path, ending: Ending, question: Mapping[str, Any], files: _Files, outputs: Outputs
-) -> None:
+def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Path | None, outputs: Outputs) -> None:
     """Writes a plan to all places; one that can't be written takes none of the others away."""
-    notes, use = _notes(ending), _use_of(plan, question["memory"], question["batch_norm"], files.output, ending.facts)
+    from anybatch.report.frontier import plan_page
 
-    def to_page() -> None:
-        if files.html is not None:
-            from anybatch.report.frontier import plan_page
+    plan, notes, facts = Plan.from_dict(ending.facts["plan"]), _notes(ending), ending.facts
+    use = _use_of(plan, question["memory"], question["batch_norm"], question["saved"], facts)
+    steps = {name: Timeline.from_dict(one) for name, one in facts.get("steps", {}).items()}
 
-            steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
-            files.html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
-
-    def to_files() -> None:
-        if files.output is not None:
-            plan.save(files.output)
-        if files.patch is not None and ending.facts.get("change") and not ending.facts.get("refusal"):
-            files.patch.write_text(ending.facts["change"], encoding="utf-8")
-
-    def to_terminal() -> None:
-        console = outputs.console()
+    def show(console: Console) -> None:
         show_plan(plan, console, notes)
-        _show_use(console, use, ending.facts, files.patch)
-        for what, path in (("Saved as", files.output), ("Page ", files.html and files.html.absolute())):
-            if path is not None:
-                console.print(f"\n{what} {path}", markup=False, soft_wrap=True)
+        _show_use(console, use, facts, patch)
 
-    outputs.write(lambda _: options.json_text(plan.to_dict()), to_files, to_page, to_terminal)
-    if ending.facts.get("refusal"):
-        raise click.ClickException(f"the step can't be split as planned: {ending.facts['refusal']}")
+    def to_patch() -> None:
+        if patch is not None and facts.get("change") and not facts.get("refusal"):
+            patch.write_text(facts["change"], encoding="utf-8")
+
+    outputs.write(
+        plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),
+        to_patch,
+    )  # fmt: skip
+    if facts.get("refusal"):
+        raise click.ClickException(f"the step can't be split as planned: {facts['refusal']}")
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
     if shard is not None and ranks is None:
         raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
     if ranks is not None and any(one is not None for one in files):
-        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o, --html and --patch out")
-
-
-def _is_own_plan(path: Path) -> bool:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(values, dict) and values.get("kind") == "anybatch plan"
+        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
 
 
 def _notes(ending: Ending) -> list[str]:
@@ -219,18 +190,18 @@ def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | N
     console.print(f"\nTo use it, change the loop at {facts['found']}{behind}\n", markup=False, soft_wrap=True)
     console.print(change.rstrip("\n"), markup=False, soft_wrap=True)
     if "anybatch.Plan.load" in change:
-        console.print("\nSave the plan that it loads with -o", markup=False)
+        console.print("\nSave the plan that it loads with --json plan.json", markup=False)
 
 
 def _use_of(
-    plan: Plan, memory: str | float | None, batch_norm: str | None, output: Path | None, facts: dict[str, Any]
+    plan: Plan, memory: str | float | None, batch_norm: str | None, saved: str | None, facts: dict[str, Any]
 ) -> str:
     """How to run what was planned."""
     verb = "TrainStep" if facts["updates"] else "backward"
-    if output is not None:
-        return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{output}"))'
+    if saved is not None:
+        return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"))'
     if not facts["updates"] and plan.chosen.optimizations:
-        return 'save it with -o plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
+        return 'save it with --json plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:
@@ -240,9 +211,9 @@ def _use_of(
     return f"anybatch.TrainStep(..., memory={wish}{norm})"
 
 
-def _end_too_large(facts: dict[str, Any], script: Path, outputs: Outputs) -> NoReturn:
+def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoReturn:
     """Says what is missing, and ends with 1."""
-    outputs.write(lambda _: options.json_text({"version": 1, "kind": "anybatch does not fit", **facts}))
+    outputs.write({"version": 1, "kind": "anybatch does not fit", **facts})
     lines = textwrap.wrap(
         f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
     )

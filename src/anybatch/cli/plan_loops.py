@@ -39,9 +39,7 @@ def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
     from anybatch.doctor.recording.naming import USERS, whose_file
 
     library = ""
-    while frame is not None and (
-        whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
-    ):
+    while frame is not None and whose_file(frame.f_code.co_filename) != USERS:
         name = str(frame.f_globals.get("__name__", ""))
         first = "fabric" if name.startswith(_FABRIC) else name.partition(".")[0]
         if first not in ("torch", "anybatch") and (not library or first in _ADAPTERS):
@@ -160,7 +158,7 @@ class FoundStep:
         is_split_only = not any(chosen.get(name) for name in ("recompute", "offload", "autocast"))
         is_split_only &= chosen.get("loss_chunks", 1) == 1
         size = chosen.get("micro_batch_size", 1)
-        saved = json.dumps(question.get("output") or "plan.json")
+        saved = json.dumps(question.get("saved") or "plan.json")
         plan = f"micro_batch_size={size:g}" if is_split_only else f"plan=anybatch.Plan.load({saved})"
         wish = question["memory"] if question["memory"] is not None else "free"
         changed = {"change": "", "after": ""}
@@ -228,7 +226,7 @@ def _planned(crashed: Crashed, found: FoundStep, budget: int) -> Crashed:
     answer = found.with_change({"plan": plan.to_dict()}, {"memory": memory})
     whole = f"; the whole batch at once takes {format_bytes(plan.whole_bytes)}" if plan.whole_bytes else ""
     way = f"{micro_batches(plan.chosen)}{f', {plan.chosen.optimizations}' if plan.chosen.optimizations else ''}"
-    saved = f"# plan.json comes from: anybatch plan SCRIPT --memory {memory} -o plan.json"
+    saved = f"# plan.json comes from: anybatch plan SCRIPT --memory {memory} --json plan.json"
     lines = [
         f"# The same batch and gradient in {way}: {format_bytes(plan.peak_bytes)} at the peak,",
         f"# of {format_bytes(budget)} that there was for it{whole}.",

@@ -9,22 +9,21 @@ from anybatch.records.plans import Plan
 from anybatch.records.rankplans import RankPlan
 from anybatch.report import frontier
 from anybatch.report.frontier import micro_batches
-from anybatch.report.tables import TextTable
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes
 
 _MOST_ROWS = 12
 _MOST_MODULES = 8
 _BAR_WIDTH = 30
-_ELSEWHERE = "--json or --html"
+_ELSEWHERE = "--json or --output"
 
 
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
     """Prints a plan."""
     terminal = Terminal(console)
-    show_choice(plan, console, notes)
+    show_choice(plan, terminal, notes)
     terminal.heading("Configurations, fastest first")
-    show_ways(plan, console, _MOST_ROWS)
+    show_ways(plan, terminal, _MOST_ROWS)
     _show_peak(plan, terminal)
     if plan.modules:
         terminal.heading("The blocks that hold the most, activations of one micro-batch")
@@ -32,20 +31,18 @@ def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
         terminal.rest(len(plan.modules) - _MOST_MODULES, _ELSEWHERE)
 
 
-def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
+def show_choice(plan: Plan, terminal: Terminal, notes: Iterable[str] = ()) -> None:
     """Prints the chosen configuration and its costs."""
-    terminal = Terminal(console)
     terminal.words(frontier.summary_of(plan), style="bold green")
     terminal.line()
     for name, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
         terminal.term(name, text)
 
 
-def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = _ELSEWHERE) -> None:
+def show_ways(plan: Plan, terminal: Terminal, most: int, elsewhere: str = _ELSEWHERE) -> None:
     """Prints the table of configurations; ``most`` rows, and the chosen one."""
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
-    terminal = Terminal(console)
     terminal.table(frontier.rows_table(plan, shown), left=(0, 7))
     terminal.rest(len(rows) - len(shown), elsewhere)
     if notes := frontier.rows_notes(plan, shown):
@@ -56,7 +53,7 @@ def _show_peak(plan: Plan, terminal: Terminal) -> None:
     console = terminal.console
     terminal.heading(f"At the peak of {format_bytes(plan.peak_bytes)}")
     mark = "#" if console.options.ascii_only else "█"
-    shares = frontier.shares_of(plan)
+    shares = frontier.shares_of(plan.at_peak)
     width = max((len(name) for name, _, _ in shares), default=0)
     for name, count, part in shares:
         bar = mark * round(part * _BAR_WIDTH)
@@ -88,5 +85,4 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     for note in notes:
         terminal.words(note)
     terminal.heading("What a rank holds at its peak")
-    held = [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]
-    terminal.table(TextTable(("", "bytes", "share"), tuple(held)))
+    terminal.table(frontier.shares_table(plan.at_peak))

@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_records import MOST, damage_of, is_record
-from anybatch.cli.options import check_folder, check_page, json_option, page_option
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
@@ -19,13 +18,8 @@ from anybatch.records.runs import Run, load_run
 @click.command("report", short_help="Report on a run that the doctor recorded.")
 @click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@json_option("the diagnosis")
-@page_option
-@click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @reporting_options
-def report_command(
-    record: Path, other: Path | None, json_path: Path | None, output: Path | None, force: bool, **reporting: Any
-) -> None:
+def report_command(record: Path, other: Path | None, **reporting: Any) -> None:
     """Diagnoses a RECORD that anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) wrote.
 
     With a second record, OTHER, -o writes a page that shows both runs on the same axes.
@@ -33,23 +27,21 @@ def report_command(
     Nothing is run, and torch is not needed. The rules are those of this version, which may find more than the version
     that recorded the run.
     """
-    check_folder(json_path)
-    check_page(output, force=force)
-    ignored = json_path is not None or any(reporting[name] for name in ("formats", "quiet", "baseline"))
-    if other is not None and (output is None or ignored):
+    ignored = any(reporting[name] for name in ("json_path", "formats", "quiet", "baseline"))
+    if other is not None and (reporting["output"] is None or ignored):
         raise click.UsageError(
             "two records are shown side by side on a page; add -o FILE, and leave --json, --format, --quiet and "
             "--baseline out"
         )
-    wanted = Wanted(Path(), json_path=json_path, **reporting)
+    wanted = Wanted(Path(), **reporting)
     with _readable(record) as run:
         found = _diagnosed(run, wanted)
         if other is None:
             # JSON has standard output for itself.
-            wanted.write(found, run, Console(stderr=wanted.takes_stdout, highlight=False), output)
-    if other is not None and output is not None:
+            wanted.write(found, run, Console(stderr=wanted.outputs.takes_stdout, highlight=False), {})
+    if other is not None:
         with _readable(other) as second:
-            _show_both((record, found, run), (other, _diagnosed(second, wanted), second), output)
+            _show_both((record, found, run), (other, _diagnosed(second, wanted), second), wanted)
 
 
 @contextmanager
@@ -77,15 +69,16 @@ def _diagnosed(run: Run, wanted: Wanted) -> Diagnosis:
     return replace(found, notes=(*damage_of(run), *found.notes))
 
 
-def _show_both(first: tuple[Path, Diagnosis, Run], second: tuple[Path, Diagnosis, Run], output: Path) -> None:
+def _show_both(first: tuple[Path, Diagnosis, Run], second: tuple[Path, Diagnosis, Run], wanted: Wanted) -> None:
     from anybatch.report.comparison import Recorded, comparison_page
     from anybatch.report.diagnosis import verdict_of
 
     names = [path.stem for path, *_ in (first, second)]
     names = names if names[0] != names[1] else [str(path) for path, *_ in (first, second)]
     both = [Recorded(name, found, run) for name, (_, found, run) in zip(names, (first, second), strict=True)]
-    output.write_text(comparison_page(*both), encoding="utf-8")
-    console = Console(highlight=False)
-    for one in both:
-        console.print(f"{one.name}: {verdict_of(one.diagnosis, one.run)}.", markup=False, soft_wrap=True)
-    console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
+
+    def show(console: Console) -> None:
+        for one in both:
+            console.print(f"{one.name}: {verdict_of(one.diagnosis, one.run)}.", markup=False, soft_wrap=True)
+
+    wanted.outputs.write({}, show, lambda: comparison_page(*both))

@@ -1,5 +1,6 @@
 """How a diagnosis is reported: which findings, in which formats, to which files."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any, NamedTuple
 import click
 from rich.console import Console
 
+from anybatch.cli import options
 from anybatch.cli.doctor_records import values_of
-from anybatch.cli.options import Function, check_folder, json_text, write_json, write_whole
 from anybatch.doctor.policy import Policy, baseline_of, checked_codes, read_baseline, read_policy
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run
+from anybatch.report.pages import is_own_page
 
-FORMATS = ("terminal", "json", "sarif", "github", "junit", "line")
+FORMATS = ("terminal", "sarif", "github", "junit", "line")
 
 
 class Output(NamedTuple):
@@ -28,53 +30,92 @@ class Output(NamedTuple):
 class _OutputType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "format"
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Output:
         """Reads ``NAME`` or ``NAME=FILE``."""
         name, _, file = str(value).partition("=")
-        if name not in self._names or (name == "terminal" and file):
+        if name not in FORMATS or (name == "terminal" and file):
             self.fail(
-                f"got {value!r}; expected one of {', '.join(self._names)}, and a file as in json=out.json", param, ctx
+                f"got {value!r}; expected one of {', '.join(FORMATS)}, and a file as in sarif=out.sarif", param, ctx
             )
         return Output(name, Path(file) if file else None)
 
 
-def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Function]:
-    """Adds the option ``--format`` to a command; ``Outputs`` takes its value."""
-    return click.option(
-        "--format", "formats", multiple=True, type=_OutputType(names), metavar="NAME[=FILE]",
-        help=f"Write {', '.join(names)}; to standard output if no file is named.",
-    )  # fmt: skip
+format_option = click.option(
+    "--format", "formats", multiple=True, type=_OutputType(), metavar="NAME[=FILE]",
+    help=f"Write {', '.join(FORMATS)}; to standard output if no file is named.",
+)  # fmt: skip
 
 
 class Outputs:
-    """The destinations of a report: files, standard output for one format, and the terminal."""
+    """The destinations of a report: files, standard output for one format, a page, and the terminal.
 
-    def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
+    Raises:
+        click.UsageError: a file can't be written, or the page would overwrite one that anybatch did not write.
+    """
+
+    def __init__(
+        self,
+        json_path: Path | None,
+        formats: Sequence[Output] = (),
+        page: Path | None = None,
+        *,
+        force: bool = False,
+        is_quiet: bool = False,
+    ) -> None:
         # whether the terminal gets the report, too
         self.is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in formats)
         own = [] if json_path is None else [Output("json", json_path if str(json_path) != "-" else None)]
         self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
+        self._page, self._is_quiet = page, is_quiet
         for one in self._outputs:
-            check_folder(one.path)
+            options.check_folder(one.path)
+        options.check_file(page, "page that anybatch wrote", is_own_page, force=force)
         to_stdout = sum(one.path is None for one in self._outputs)
         self.takes_stdout = to_stdout > 0  # whether a format takes standard output
         if to_stdout > 1:
             raise click.UsageError(
-                "standard output takes one format; name a file for the other: --format json=out.json"
+                "standard output takes one format; name a file for the other: --format sarif=out.sarif"
             )
 
     def console(self) -> Console:
         """The terminal; on standard error where a format takes standard output."""
         return Console(stderr=self.takes_stdout, quiet=not self.is_shown, highlight=False)
 
-    def write(self, text_of: Callable[[str], str], *others: Callable[[], None]) -> None:
-        """Writes all formats except that of the terminal, then calls ``others``; a failure does not stop the rest."""
+    def write(
+        self,
+        values: Mapping[str, Any],
+        show: Callable[[Console], None] = lambda console: None,
+        page_of: Callable[[], str] | None = None,
+        *others: Callable[[], None],
+        text_of: Callable[[str], str] = str,
+        console: Console | None = None,
+    ) -> None:
+        """Writes values as JSON, the other formats, ``others``, the page and what ``show`` prints.
+
+        A failure does not stop the rest.
+        """
+        console = console or self.console()
+        page = self._page if page_of is not None else None
+
+        def to_output(one: Output) -> None:
+            text = json_text(values) if one.name == "json" else text_of(one.name)
+            if one.path is not None:
+                one.path.write_text(text, encoding="utf-8")
+            else:
+                click.echo(text, nl=False)
+
+        def to_page() -> None:
+            if page is not None and page_of is not None:
+                page.write_text(page_of(), encoding="utf-8")
+
+        def to_terminal() -> None:
+            show(console)
+            if page is not None and not self._is_quiet:
+                console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)
+
         failed: list[OSError] = []
-        writes: list[Callable[[], None]] = [partial(self._write, one, text_of) for one in self._outputs]
-        for write in [*writes, *others]:
+        writes: list[Callable[[], None]] = [partial(to_output, one) for one in self._outputs]
+        for write in (*writes, *others, to_page, to_terminal):
             try:
                 write()
             except OSError as error:
@@ -82,15 +123,13 @@ class Outputs:
         if failed:
             raise failed[0]
 
-    @staticmethod
-    def _write(output: Output, text_of: Callable[[str], str]) -> None:
-        if output.path is not None:
-            write_whole(output.path, text_of(output.name))
-        else:
-            click.echo(text_of(output.name), nl=False)
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """Plain values as JSON."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
-def reporting_options(function: Function) -> Function:
+def reporting_options(function: options.Function) -> options.Function:
     """Adds the options that ``Wanted`` reads to a command."""
     file = click.Path(dir_okay=False, path_type=Path)
     for option in (
@@ -100,7 +139,10 @@ def reporting_options(function: Function) -> Function:
                      help="Report what is not in this file; where there is none, write it."),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not report these, such as AB108,AB6."),
         click.option("--select", multiple=True, metavar="CODES", help="Report only these."),
-        format_option(),
+        format_option,
+        options.force_option,
+        options.page_option,
+        options.json_option("the diagnosis"),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -120,12 +162,13 @@ class Wanted:
         update_baseline: bool,
         quiet: bool,
         json_path: Path | None,
+        output: Path | None,
+        force: bool,
     ) -> None:
         if update_baseline and baseline is None:
             raise click.UsageError("--update-baseline needs the file, as in --baseline known.json --update-baseline")
-        check_folder(baseline)
-        self._outputs = Outputs(formats, json_path)
-        self.takes_stdout = self._outputs.takes_stdout
+        options.check_folder(baseline)
+        self.outputs = Outputs(json_path, formats, output, force=force, is_quiet=quiet)
         self.quiet = quiet
         self._baseline, self._is_new = baseline, baseline is not None and (update_baseline or not baseline.exists())
         try:
@@ -156,48 +199,32 @@ class Wanted:
         if self._baseline is None or not self._is_new:
             return found
         values = baseline_of(found.findings, self.policy)
-        write_json(self._baseline, values)
+        self._baseline.write_text(json_text(values), encoding="utf-8")
         self.policy, self._is_new = replace(self.policy, baseline=read_baseline(self._baseline)), False
         found = diagnose(self.policy)
         number = len(values["findings"])
         note = f"{self._baseline} has {number} finding{'s' * (number != 1)} now, which will not be reported."
         return replace(found, notes=(*found.notes, note))
 
-    def write(
-        self,
-        diagnosis: Diagnosis,
-        run: Run,
-        console: Console,
-        page: Path | None = None,
-        more: dict[str, Any] | None = None,
-    ) -> None:
+    def write(self, diagnosis: Diagnosis, run: Run, console: Console, more: Mapping[str, Any]) -> None:
         """Writes a diagnosis in all formats, to the terminal, and as a page, with ``more`` values for JSON."""
-        values = values_of(diagnosis, run) | (more or {})
-        is_shown = self._outputs.is_shown
+        from anybatch.report import diagnosis_page
+        from anybatch.report.diagnosis_terminal import show
 
-        def to_page() -> None:
-            if page is not None:
-                from anybatch.report import diagnosis_page
-
-                write_whole(page, diagnosis_page.page(diagnosis, run))
-
-        def to_terminal() -> None:
-            if self.quiet and is_shown:
-                console.print(text_of("line", values, diagnosis, run), end="", markup=False, soft_wrap=True)
-            elif is_shown:
-                from anybatch.report.diagnosis_terminal import show
-
+        def to_terminal(console: Console) -> None:
+            if self.quiet and self.outputs.is_shown:
+                console.print(text_of("line", diagnosis, run), end="", markup=False, soft_wrap=True)
+            elif self.outputs.is_shown:
                 show(diagnosis, run, console)
-            if page is not None and not self.quiet:
-                console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)
 
-        self._outputs.write(lambda name: text_of(name, values, diagnosis, run), to_page, to_terminal)
+        self.outputs.write(
+            values_of(diagnosis, run) | dict(more), to_terminal, lambda: diagnosis_page.page(diagnosis, run),
+            text_of=lambda name: text_of(name, diagnosis, run), console=console,
+        )  # fmt: skip
 
 
-def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
-    """The text of a report in a format."""
-    if name == "json":
-        return json_text(values)
+def text_of(name: str, diagnosis: Diagnosis, run: Run) -> str:
+    """The text of a report in a format for other programs."""
     described = {}
     if name == "sarif" and diagnosis.verdict != "checked":
         from anybatch.doctor.rules.registry import all_rules

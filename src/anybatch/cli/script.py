@@ -1,56 +1,66 @@
 """Runs the user's script in a child process, until its first step."""
 
-import contextlib
 import json
-import os
+import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from anybatch.cli.options import MODULE
+from anybatch.cli.launching import launch
+from anybatch.cli.options import INTERRUPTED, Target
 
-_STDERR = 2
-_PATIENCE = 5.0  # seconds that a script has to end by itself after Ctrl-C
+RESULT = "result.json"
+"""The file in which the child leaves its answer."""
+
+
+class NoAnswer(click.ClickException):
+    """The script did not reach a step that the question can be answered for."""
+
+    exit_code = 2
+
+
+_DONE = {"check": "checked", "plan": "planned", "tune": "measured"}
+"""The status of an answer to each verb."""
 
 
 class Ending(NamedTuple):
     """How a script ended."""
 
-    # ``"checked"`` or ``"planned"``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
+    # one of ``_DONE``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
     # error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step, ``"failed"`` with an
-    # exception before one, ``"timeout"``, or ``"died"``
+    # exception before one, ``"timeout"``, or ``"died"`` in the first step
     status: str
-    # what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` and ``"died"`` whether
-    # the first step had been reached
+    # what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` whether the first step
+    # had been reached
     facts: dict[str, Any]
 
 
-def run_until_first_call(
-    script: Path, arguments: Sequence[str], timeout: float | None, question: Mapping[str, Any]
-) -> Ending:
-    """Runs a script as ``python script arguments`` would, until the child has an answer; see ``child``.
+def run_until_first_call(target: Target, timeout: float | None, question: Mapping[str, Any]) -> Ending:
+    """Runs a script until the child has an answer; see ``child``.
 
     Its standard output goes to the standard error of this process, so that a report can take standard output. A script
     that fails because torchrun did not start it runs again as the only rank.
+
+    Raises:
+        NoAnswer: there is none, and why.
     """
-    context = click.get_current_context(silent=True)
-    question = {**question, "module": context and context.meta.get(MODULE)}
-    ending = _run(script, arguments, timeout, question, {})
-    if ending.status != "needs-ranks":
-        return ending
-    sys.stderr.write(
-        f"{script} expects torchrun ({ending.facts['error']}); started again as the only rank of torchrun\n"
-    )
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    return _run(script, arguments, timeout, question, {**ONLY_RANK, "MASTER_PORT": port})
+    ending, name, verb = _run(target, timeout, question, {}), target.name, question["verb"]
+    if ending.status == "needs-ranks":
+        sys.stderr.write(
+            f"{name} expects torchrun ({ending.facts['error']}); started again as the only rank of torchrun\n"
+        )
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        ending = _run(target, timeout, question, {**ONLY_RANK, "MASTER_PORT": port})
+    if ending.status not in (_DONE[verb], "too-large"):
+        raise NoAnswer(_no_answer(ending, name, verb, _DONE[verb]))
+    return ending
 
 
 ONLY_RANK = {
@@ -60,31 +70,26 @@ ONLY_RANK = {
 """The environment that torchrun gives to a process that is alone."""
 
 
-def _run(
-    script: Path, arguments: Sequence[str], timeout: float | None, question: Mapping[str, Any], extra: Mapping[str, str]
-) -> Ending:
-    with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "anybatch.cli.child", str(result), json.dumps(question), str(script)]
-        process = subprocess.Popen([*command, *arguments], stdout=_STDERR, env={**os.environ, **extra})
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            return Ending("timeout", {"seconds": timeout, "reached": result.exists()})
-        except KeyboardInterrupt:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)  # the terminal has sent the signal to it, too
-            _stop(process)
-            raise
-        if not result.exists():
-            return Ending("died", {"code": code, "reached": False})
-        facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        status = facts.pop("status")
-        return Ending("died", {"code": code, "reached": True}) if status == "reached" else Ending(status, facts)
+def _run(target: Target, timeout: float | None, question: Mapping[str, Any], variables: Mapping[str, str]) -> Ending:
+    with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as home:
+        folder = Path(home).resolve()
+        finished = launch(
+            target.command, folder, question, timeout, kills=True, is_edited="sources" in question, child="child",
+            quiet=True, variables=variables,
+        )  # fmt: skip
+        result = folder / RESULT
+        facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    status = facts.pop("status", "ended")
+    if finished.limit is not None:
+        return Ending("timeout", {"seconds": finished.limit, "reached": status == "reached"})
+    if finished.code in (INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if status in ("reached", "ended"):
+        return Ending("died" if status == "reached" else "ended", {"code": finished.code})
+    return Ending(status, facts)
 
 
-def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
+def _no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
     """A sentence on why a script gave no answer."""
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
@@ -107,15 +112,10 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
             f"{script} did not call {call} within {facts['seconds']:g} seconds; raise --timeout, or give the script "
             "less to do before its first step."
         )
-    if ending.status == "died" and facts["reached"]:
+    if ending.status == "died":
         return f"the process was ended ({facts['code']}) while the first step of {script} was {done}."
-    how = f"ended with exit code {facts['code']}" if ending.status == "ended" else f"was ended ({facts['code']})"
+    how = f"ended with exit code {facts['code']}" if facts["code"] >= 0 else f"was ended ({facts['code']})"
     return (
         f"{script} {how} without having called {call} in its own process, so there is nothing to {verb}. Are its "
         f"arguments right? They go behind it, as in: anybatch {verb} train.py --epochs 1"
     )
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()

@@ -1,7 +1,7 @@
 """``anybatch tune``: the batch that fits, the batch that pays, and the learning rate that goes with it."""
 
-import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.plan import memory_of
-from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.cli.reporting import Outputs
+from anybatch.cli.script import NoAnswer, run_until_first_call
 from anybatch.records.tunings import BatchAdvice
 from anybatch.report.tables import TextTable
 from anybatch.report.terminal import Terminal
@@ -27,11 +28,10 @@ _LEAST = 3  # measurements that a noise scale is told from
 )
 @options.page_option
 @options.json_option("the answer")
-@click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
+@options.force_option
 @options.timeout_option
 def tune_command(
-    script: Path,
-    arguments: tuple[str, ...],
+    target: options.Target,
     memory: str | float | None,
     steps: int,
     output: Path | None,
@@ -47,65 +47,50 @@ def tune_command(
 
     Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
-    options.check_folder(json_path)
-    options.check_page(output, force=force)
-    plan, tuned = _asked(script, arguments, memory, steps, timeout)
+    outputs = Outputs(json_path, page=output, force=force)
+    plan, tuned = _asked(target, memory, steps, timeout)
     chosen = plan["plan"]["chosen"]
     many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
     way = "as it is" if chosen["micro_batches"] == 1 else many
     found = replace(BatchAdvice.from_dict(tuned), batch=plan["plan"]["samples"], way=way)
-    if json_path is not None:
-        options.write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()})
-    if output is not None:
-        from anybatch.report.notebook import page_of_advice
+    values = {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()}
+    from anybatch.report.notebook import page_of_advice
 
-        options.write_whole(output, page_of_advice(found))
-    console = Console(stderr=str(json_path) == "-", highlight=False)
+    outputs.write(values, partial(_show, found), lambda: page_of_advice(found))
+
+
+def _show(found: BatchAdvice, console: Console) -> None:
     terminal = Terminal(console)
     terminal.words(str(found), style="bold green")
     _picture(found, terminal)
     _rates(found, terminal)
-    if output is not None:
-        console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
 
 
 def _asked(
-    script: Path, arguments: tuple[str, ...], memory: str | float | None, steps: int, timeout: float | None
+    target: options.Target, memory: str | float | None, steps: int, timeout: float | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plan of the first step, and what some steps told."""
     question: dict[str, Any] = {"verb": "plan", "memory": memory, "device": None, "ranks": None, "shard": "ddp"}
-    plan = run_until_first_call(script, arguments, timeout, question)
+    plan = run_until_first_call(target, timeout, question)
     if plan.status == "too-large":
-        raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
-    if plan.status != "planned":
-        raise options.NoAnswer(no_answer(plan, script, "plan", "planned"))
+        raise click.ClickException(f"the step of {target.name} does not fit: {plan.facts['error']}")
     if not plan.facts["updates"]:
-        raise options.NoAnswer(
-            f"{script} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
+        raise NoAnswer(
+            f"{target.name} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
             "anybatch.TrainStep, and tune it again"
         )
-    with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
-        source = _source(plan, script, Path(folder))
-        tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})
-    if tuned.status != "tuned":
-        raise options.NoAnswer(no_answer(tuned, script, "tune", "measured"))
+    question = {"verb": "tune", "steps": steps}
+    if "found" in plan.facts:  # of a plain loop: it runs with its lines changed
+        at, _, line = plan.facts["found"].rpartition(":")
+        if not plan.facts["after"]:
+            why = plan.facts["trouble"] or "its update is not a plain one"
+            raise NoAnswer(
+                f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
+                "says, and tune it again"
+            )
+        question["sources"] = {at: plan.facts["after"]}
+    tuned = run_until_first_call(target, timeout, question)
     return plan.facts, tuned.facts
-
-
-def _source(plan: Ending, script: Path, folder: Path) -> str | None:
-    """Where the script is with its lines changed; ``None`` for one that has a step of anybatch's."""
-    if "found" not in plan.facts:
-        return None
-    at, _, line = plan.facts["found"].rpartition(":")
-    if not plan.facts["after"] or Path(at) != script.absolute():
-        why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
-        raise options.NoAnswer(
-            f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
-            "says, and tune it again"
-        )
-    changed = folder / script.name
-    changed.write_text(plan.facts["after"], encoding="utf-8")
-    return str(changed)
 
 
 def _picture(tuned: BatchAdvice, terminal: Terminal) -> None:

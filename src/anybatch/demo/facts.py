@@ -85,7 +85,6 @@ class DemoRecord:
     """All results of one run of the demonstration."""
 
     versions: dict[str, str | int]  # of anybatch, Python and torch, and how many threads torch used
-    seed: int  # of the weights, the batches and the sample
     text: TextFacts  # see ``TextFacts``
     plan: Plan  # how the logical batch is run
     comparison: GradientComparison  # see ``GradientComparison``

@@ -91,6 +91,7 @@ class TrainingRun:
         self._began: float | None = None  # the scheduler asks for it as soon as it is made
         self.points: list[CurvePoint] = []
         self.losses: list[float] = []  # of the logical batches, in bits per byte
+        self.is_stopped = False
         self._peak_bytes: int | None = None
         self._micro_batches = 0
         self._training_seconds = 0.0
@@ -101,27 +102,20 @@ class TrainingRun:
             scheduler=torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda n: rate_factor(self._fraction(n))),
         )  # fmt: skip
 
-    def run(
-        self,
-        on_update: Callable[["TrainingRun"], None] = lambda run: None,
-        on_validation: Callable[[CurvePoint], None] = lambda point: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> TrainingCurve:
-        """Trains until the time or the updates are used up, or ``should_stop`` returns true."""
+    def run(self, on_validation: Callable[[CurvePoint], None] = lambda point: None) -> TrainingCurve:
+        """Trains until the time or the updates are used up, or ``is_stopped`` is set."""
         self._began = time.perf_counter()
         on_validation(self._validate())
         due = 1
-        while (fraction := self._fraction(len(self.losses))) < 1 and not (stopped := should_stop()):
+        while (fraction := self._fraction(len(self.losses))) < 1 and not self.is_stopped:
             if fraction * self._settings.validations >= due:
                 due = math.floor(fraction * self._settings.validations) + 1
                 on_validation(self._validate())
             self._update()
-            on_update(self)
         if self.points[-1].updates < len(self.losses):
             on_validation(self._validate())
-        return TrainingCurve(
-            tuple(self.losses), tuple(self.points), self._peak_bytes, self._micro_batches, fraction < 1 and stopped
-        )
+        is_early = self.is_stopped and fraction < 1
+        return TrainingCurve(tuple(self.losses), tuple(self.points), self._peak_bytes, self._micro_batches, is_early)
 
     def _update(self) -> None:
         start = time.perf_counter()
@@ -158,11 +152,6 @@ class TrainingRun:
 
     def _elapsed(self) -> float:
         return 0.0 if self._began is None else time.perf_counter() - self._began
-
-    @property
-    def fraction(self) -> float:
-        """The elapsed share of the time or of the updates, from 0 to 1."""
-        return min(1.0, self._fraction(len(self.losses)))
 
     @property
     def tokens_per_second(self) -> float:

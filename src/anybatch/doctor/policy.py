@@ -12,7 +12,7 @@ from typing import Any
 from anybatch.doctor.rules.registry import all_rules
 from anybatch.records.diagnoses import Suppressed
 from anybatch.records.findings import Finding
-from anybatch.records.sources import Sources
+from anybatch.records.sources import comments_of, line_at
 
 KEYS = ("select", "ignore", "limits", "per-path", "fail-on")
 """What ``[tool.anybatch.doctor]`` of a ``pyproject.toml`` may have."""
@@ -45,7 +45,6 @@ class Policy:
     fail_on: str | None = None  # the least severity that is a failure, ``None`` for none
     folder: Path = field(default_factory=Path)  # that the patterns are relative to
     baseline: frozenset[Known] = frozenset()  # findings that were known before
-    sources: Sources = field(default_factory=Sources, compare=False)  # reads the user's files
 
     def parted(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Suppressed]]:
         """Separates findings into those that are reported and those that are suppressed."""
@@ -75,7 +74,7 @@ class Policy:
 
     def known_by(self, one: Finding) -> Known:
         """The identity of a finding in a baseline, which does not change when lines are added above it."""
-        return one.code, one.place.module, self.sources.text(one.place.file, one.place.line)
+        return one.code, one.place.module, line_at(one.place.file, one.place.line).strip()
 
     def unused(self, files: Iterable[str], suppressed: Iterable[Suppressed]) -> tuple[str, ...]:
         """Notes on comments that ignored nothing, name no finding, or name an unknown one."""
@@ -97,7 +96,7 @@ class Policy:
     def _ignores(self, file: str) -> list[tuple[range, int, tuple[str, ...], str]]:
         """The comments of a file that ignore: the lines of the statement, the comment's own, codes, the reason."""
         found = []
-        for lines, line, text in self.sources.comments(file):
+        for lines, line, text in comments_of(file):
             if (match := _COMMENT.search(text)) is not None:
                 found.append((lines, line, _codes((match["codes"] or "").split(",")), match["reason"].strip()))
         return found

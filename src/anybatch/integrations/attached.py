@@ -1,6 +1,6 @@
 """A doctor that the callback of a trainer attaches at the beginning of a run, and that reports at its end."""
 
-from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +11,14 @@ from anybatch.errors import BatchError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from anybatch.records.findings import Finding
-
 
 class AttachedDoctor:
     """The base class of the doctor's callbacks.
 
     Args:
         output: a file for the HTML page; ``None`` for none.
-        path: a file of JSON lines, written during the run, see ``anybatch.Doctor``.
-        every: steps between two samples, see ``anybatch.Doctor``.
         console: where to print the report; ``None`` for standard output.
-        on_finding: is called with findings during the run, see ``anybatch.Doctor``.
-        ask, active, seconds: whether and how long questions are put to copies after the run, see ``anybatch.Doctor``.
+        options: further arguments of ``anybatch.Doctor``, such as ``path``, ``every`` and ``on_finding``.
 
     Attributes:
         doctor: the doctor of the current or last run; ``None`` before the first.
@@ -40,25 +35,12 @@ class AttachedDoctor:
         ()
     """
 
-    def __init__(
-        self,
-        *,
-        output: str | Path | None = None,
-        path: str | Path | None = None,
-        every: int | None = None,
-        console: "Console | None" = None,
-        on_finding: "Callable[[Finding], None] | None" = None,
-        ask: bool = True,
-        active: bool = False,
-        seconds: float = 20.0,
-    ) -> None:
+    def __init__(self, *, output: str | Path | None = None, console: "Console | None" = None, **options: Any) -> None:
+        signature(Doctor).bind(**options)  # a wrong one is refused at once, not when the training begins
         self._output = None if output is None else Path(output)
         if self._output is not None and not self._output.parent.is_dir():
             raise BatchError(f"output={str(output)!r}; expected a file in a folder that exists")
-        self._console = console
-        self._options: dict[str, Any] = {
-            "path": path, "every": every, "on_finding": on_finding, "ask": ask, "active": active, "seconds": seconds,
-        }  # fmt: skip
+        self._console, self._options = console, options
         self.doctor: Doctor | None = None
 
     def begin(self, *subjects: Any) -> None:

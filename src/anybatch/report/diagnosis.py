@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from anybatch.doctor.views.naming import counted, listed
-from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
+from anybatch.records.diagnoses import INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.paths import cut_off, wholes
@@ -234,36 +234,6 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
     texts = {1: (_DO, _DO), 2: (_DO, _DO_NOT), 3: (_DO_NOT, _DO_NOT), 4: (_DO_NOT, _DO)}
     gradients, parameters = texts.get(kind, ("?", "?"))
     return ("shrinking" if shrinking else gradients), parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Square:
-    """One of the four cells."""
-
-    names: str  # the names of its modules; empty if it has none
-    reasons: str  # why they are in it
-    odd: bool  # whether one of them is conspicuous
-
-
-def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
-    """The four cells by number; number 0 has the modules of which too little was seen."""
-    named, squares = _named(diagnosis), {}
-    for kind in (*CELLS, 0):
-        cells = [(cell, names) for cell, names in named if cell.cell == kind]
-        groups = grouped((_reason(cell), (cell, names)) for cell, names in cells)
-        reasons = [
-            f"{reason}: {_joined(members, named)}" if len(groups) > 1 else reason
-            for reason, members in groups.items()
-            if reason
-        ]
-        odd = any(_is_odd(cell) for cell, _ in cells)
-        squares[kind] = Square(_joined(cells, named), "; ".join(reasons), odd)
-    return squares
-
-
-def _reason(cell: Cell) -> str:
-    shrunk = "gradients shrink to less than a thousandth" if cell.shrinking else ""
-    return ", ".join(text for text in (cell.why or ("frozen" if cell.frozen else ""), shrunk) if text)
 
 
 def _is_odd(cell: Cell) -> bool:

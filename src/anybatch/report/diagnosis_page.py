@@ -1,5 +1,7 @@
 """A diagnosis as an HTML page: first what to change, then all measurements as charts and tables."""
 
+import bisect
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +69,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         left_out=max(0, len(grave) - MOST_FINDINGS),
         notes=[_card(knot, run) for knot in notes[:MOST_FINDINGS]],
         step=_loop_of(step_of_loop(run, [knot.finding for knot in grave])),
-        squares=words.squares_of(diagnosis) if diagnosis.cells else {},
+        cells=words.cells_table(diagnosis) if diagnosis.cells else None,
         flows=flow_pictures(series.flow, axis),
         flow_numbers=_flow_numbers(series.flow),
         pictures=_pictures(series, axis, [knot.finding for knot in grave]),
@@ -141,9 +143,10 @@ def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
         caption += f" {len(flow.steps)} of {flow.total} sampled steps are shown."
     low, high = decades_of(value for one in (flow, *others) for row in one.rows for value in row.values)
     legend = [(f"h{shade}", {0: f"1e{low}", SHADES - 1: f"1e{high}"}.get(shade, "")) for shade in range(SHADES)]
+    limits = [10 ** (low + (high - low) * shade / SHADES) for shade in range(1, SHADES)]
     svg = heat_chart(
         [(row.name, row.values) for row in flow.rows], flow.steps, axis=axis,
-        shade=lambda value: shade_of(value, low, high), said=norm_text,
+        shade=lambda value: shade_of(value, "h", limits), said=norm_text,
     )  # fmt: skip
     found = [Picture("The flow of the gradient", svg, caption, _flow_said(flow), (*legend, *_ODD))]
     if any(value is not None for row in flow.rows for value in row.ratios):
@@ -171,13 +174,14 @@ def _flow_said(flow: Flow) -> str:
 
 def _moves_picture(flow: Flow, axis: Axis) -> Picture:
     svg = heat_chart(
-        [(row.name, row.ratios) for row in flow.rows], flow.steps, axis=axis, shade=shade_of_ratio, said=ratio_text
-    )
+        [(row.name, row.ratios) for row in flow.rows], flow.steps, axis=axis,
+        shade=lambda value: shade_of(value, "r", _RATIOS), said=_ratio_text,
+    )  # fmt: skip
     last = [(row.ratios[-1], row.name or "the model") for row in flow.rows if row.ratios[-1] is not None]
     least = ""
     if last:
         (low, lowest), (high, highest) = min(last), max(last)
-        ends = f"least in {lowest} ({ratio_text(low)}), most in {highest} ({ratio_text(high)})"
+        ends = f"least in {lowest} ({_ratio_text(low)}), most in {highest} ({_ratio_text(high)})"
         least = f" At the last sampled step: {ends}."
     still = [row.name for row in flow.rows if not any(row.ratios) and any(value == 0 for value in row.ratios)]
     said = f"The size of each of {len(flow.rows)} layers' update relative to its weights.{least}"
@@ -198,34 +202,21 @@ def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
     return min(math.floor(math.log10(min(found))), high - _LEAST_DECADES), high
 
 
-def shade_of(value: float | None, low: int, high: int) -> str:
-    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite)."""
-    odd = _odd_shade(value)
-    if odd or not value:
-        return odd
-    return f"h{min(SHADES - 1, max(0, int(SHADES * (math.log10(value) - low) / (high - low))))}"
-
-
-def shade_of_ratio(value: float | None) -> str:
-    """The CSS class of a cell for an update-to-weight ratio."""
-    odd = _odd_shade(value)
-    return odd if odd or not value else f"r{sum(value >= limit for limit in _RATIOS)}"
-
-
-def _odd_shade(value: float | None) -> str:
+def shade_of(value: float | None, kind: str, limits: Sequence[float]) -> str:
+    """The CSS class of a cell: ``kind`` with a number of its shade, ``zero``, ``none`` or ``odd`` (not finite)."""
     if value is None:
         return "none"
-    return "odd" if not math.isfinite(value) else "" if value else "zero"
+    if not math.isfinite(value):
+        return "odd"
+    return f"{kind}{bisect.bisect_right(limits, value)}" if value else "zero"
 
 
-def norm_text(value: float | None) -> str:
+def norm_text(value: float | None, none: str = "no gradient", zero: str = "exactly 0") -> str:
     """A norm in words; a missing gradient differs from one that is exactly zero."""
-    return "no gradient" if value is None else "exactly 0" if value == 0 else number_text(value)
+    return none if value is None else zero if value == 0 else number_text(value)
 
 
-def ratio_text(value: float | None) -> str:
-    """An update-to-weight ratio in words."""
-    return "unknown" if value is None else "not updated" if value == 0 else number_text(value)
+_ratio_text = functools.partial(norm_text, none="unknown", zero="not updated")
 
 
 def _flow_numbers(flow: Flow) -> TextTable | None:
@@ -288,38 +279,27 @@ def _course(curve: Curve, number: Callable[[float], str] = number_text) -> str:
     return f"{ends}, between {number(min(finite))} and {number(max(finite))}{lost}" if finite else f"not finite{lost}"
 
 
+_COLUMNS: tuple[tuple[str, Callable[[Output], str]], ...] = (
+    ("module", lambda one: one.module or "(the model)"),
+    ("class", lambda one: one.cls),
+    ("standard deviation", lambda one: " to ".join(map(number_text, (one.first_std, one.last_std)[: one.samples]))),
+    ("largest", lambda one: number_text(one.absmax)),
+    ("zeros", lambda one: f"{one.zeros:.0%}"),
+    ("dead units", lambda one: f"{one.dead:.0%}"),
+    ("saturated", lambda one: "-" if one.saturated is None else f"{one.saturated:.0%}"),
+    ("spread", lambda one: number_text(one.spread)),
+    ("percentiles", lambda one: ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-"),
+)
+"""What the table of outputs says of a module."""
+
+
 def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, list[str]] | None:
     if not outputs:
         return None
-    rows = tuple(
-        (
-            one.module or "(the model)",
-            one.cls,
-            number_text(one.first_std)
-            if one.samples == 1
-            else f"{number_text(one.first_std)} to {number_text(one.last_std)}",
-            number_text(one.absmax),
-            f"{one.zeros:.0%}",
-            f"{one.dead:.0%}",
-            "-" if one.saturated is None else f"{one.saturated:.0%}",
-            number_text(one.spread),
-            ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-",
-        )
-        for one in outputs
-    )
-    header = (
-        "module",
-        "class",
-        "standard deviation",
-        "largest",
-        "zeros",
-        "dead units",
-        "saturated",
-        "spread",
-        "percentiles",
-    )
+    rows = tuple(tuple(text(one) for _, text in _COLUMNS) for one in outputs)
     fans = [fan_chart(one.steps, one.percentiles, axis) if one.percentiles else "" for one in outputs]
-    return TextTable(header, rows, frozenset(index for index, one in enumerate(outputs) if one.stands_out)), fans
+    odd = frozenset(index for index, one in enumerate(outputs) if one.stands_out)
+    return TextTable(tuple(name for name, _ in _COLUMNS), rows, odd), fans
 
 
 def _outputs_caption(series: Series) -> str:

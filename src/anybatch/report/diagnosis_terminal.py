@@ -40,7 +40,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     screen.notes(notes)
     if diagnosis.cells:
         screen.heading("Which gradients and parameters change?")
-        screen.wrapped_table(words.cells_table(diagnosis), "bold yellow")
+        screen.table(words.cells_table(diagnosis), mark="bold yellow", wraps=True)
     cost = words.cost_of(diagnosis, run)
     code = grave[0].finding.code if grave else ""
     hint = [f"What it means, and when it is fine: anybatch explain {code}"] if code else []

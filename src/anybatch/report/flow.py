@@ -127,22 +127,15 @@ def _forward_order(run: Run, parameters: Iterable[int]) -> list[int]:
     for one in run.of(Activations):
         for module in one.modules:
             seen.setdefault((one.root, module.module), module.order)
-
-    def position(number: int) -> tuple[int, float, int]:
-        facts = run.parameters.get(number)
-        if facts is None or facts.root < 0:
-            return (1 << 30, 0.0, number)
-        order = seen.get((facts.root, facts.module))
-        return (facts.root, math.nan if order is None else float(order), number)
-
-    ordered = sorted(parameters, key=lambda number: (position(number)[0], number))
-    known: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for number in ordered:
-        root, order, _ = position(number)
-        known[number] = last.get(root, -1.0) if math.isnan(order) else order
-        last[root] = known[number]
-    return sorted(ordered, key=lambda number: (position(number)[0], known[number], number))
+    modules = {number: (facts.root, facts.module) for number, facts in run.parameters.items() if facts.root >= 0}
+    nowhere = (1 << 30, "")  # behind all models
+    placed: list[tuple[int, int, int]] = []
+    last: dict[int, int] = {}
+    for number in sorted(parameters, key=lambda one: (modules.get(one, nowhere)[0], one)):
+        root, _ = where = modules.get(number, nowhere)
+        last[root] = seen.get(where, last.get(root, -1))
+        placed.append((root, last[root], number))
+    return [number for *_, number in sorted(placed)]
 
 
 def _layer(run: Run, number: int) -> str:

@@ -12,7 +12,7 @@ from anybatch._version import __version__
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis, Suppressed
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
-from anybatch.records.sources import Sources
+from anybatch.records.sources import line_at
 from anybatch.report import diagnosis as words
 from anybatch.report.tables import clean
 
@@ -31,16 +31,15 @@ class _Spot(NamedTuple):
     text: str = ""  # the line, stripped
 
 
-def _spot_of(finding: Finding, script: str, sources: Sources) -> _Spot:
+def _spot_of(finding: Finding, script: str) -> _Spot:
     """The place of a finding; without a file, the beginning of the script."""
     place = finding.place
     if not place.file:
         return _Spot(_relative(script) if script and not script.startswith("-m ") else "")
     line = max(1, place.line)
-    return _Spot(
-        _relative(place.file), line, sources.column(place.file, line) if place.line else 1,
-        sources.text(place.file, line),
-    )  # fmt: skip
+    text = line_at(place.file, line)
+    indentation = len(text) - len(text.lstrip()) if place.line else 0
+    return _Spot(_relative(place.file), line, indentation + 1, text.strip())
 
 
 def _relative(file: str) -> str:
@@ -50,10 +49,9 @@ def _relative(file: str) -> str:
 
 def lines(diagnosis: Diagnosis, run: Run) -> str:
     """One line per finding; empty without findings."""
-    sources = Sources()
     texts = []
     for one in diagnosis.findings:
-        spot = _spot_of(one, diagnosis.script, sources)
+        spot = _spot_of(one, diagnosis.script)
         head = f"{spot.file}:{spot.line}:{spot.column}: " if spot.file else ""
         message = " ".join(one.message.split())
         texts.append(f"{head}{one.severity} {one.code} {message}\n")
@@ -62,10 +60,9 @@ def lines(diagnosis: Diagnosis, run: Run) -> str:
 
 def github(diagnosis: Diagnosis, run: Run) -> str:
     """One command per finding, one for the verdict, and one per note of the diagnosis."""
-    sources = Sources()
     texts = []
     for one in diagnosis.findings:
-        spot = _spot_of(one, diagnosis.script, sources)
+        spot = _spot_of(one, diagnosis.script)
         where = f"file={_property(spot.file)},line={spot.line},col={spot.column}," if spot.file else ""
         fix = f"\n{words.fix_term(one)}: {one.fix.strip()}" if one.fix.strip() else ""
         title = _property(f"{one.code} {one.name}".strip())
@@ -85,7 +82,6 @@ def _property(text: str) -> str:
 
 def junit(diagnosis: Diagnosis, run: Run) -> str:
     """The XML: an error or a warning is a failed case; a script that failed without one is an error of case ``run``."""
-    sources = Sources()
     suites = Element("testsuites", name=words.tool_of(diagnosis))
     suite = SubElement(suites, "testsuite", name=clean(words.title_of(diagnosis)))
     run_case = SubElement(
@@ -95,7 +91,7 @@ def junit(diagnosis: Diagnosis, run: Run) -> str:
     if diagnosis.exit_code not in (None, 0, INTERRUPTED) and not diagnosis.faulty:
         SubElement(run_case, "error", message=clean(words.verdict_of(diagnosis, run)))
     for one in diagnosis.findings:
-        case = _case(suite, one, diagnosis, sources)
+        case = _case(suite, one, diagnosis)
         if one.severity != "info":
             failure = SubElement(case, "failure", message=clean(one.message), type=str(one.severity))
             said = (str(one.place), one.cause, f"{words.fix_term(one)}: {one.fix}" if one.fix else "")
@@ -103,7 +99,7 @@ def junit(diagnosis: Diagnosis, run: Run) -> str:
         else:
             SubElement(case, "system-out").text = clean(one.message)
     for other in diagnosis.suppressed:
-        case = _case(suite, other.finding, diagnosis, sources)
+        case = _case(suite, other.finding, diagnosis)
         SubElement(case, "skipped", message=clean(f"{other.by} {other.reason}".strip()))
     for element in (suites, suite):
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
@@ -113,8 +109,8 @@ def junit(diagnosis: Diagnosis, run: Run) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + tostring(suites, encoding="unicode") + "\n"
 
 
-def _case(suite: Element, one: Finding, diagnosis: Diagnosis, sources: Sources) -> Element:
-    spot = _spot_of(one, diagnosis.script, sources)
+def _case(suite: Element, one: Finding, diagnosis: Diagnosis) -> Element:
+    spot = _spot_of(one, diagnosis.script)
     name = clean(" ".join(filter(None, (one.code, one.name, str(one.place)))))
     return SubElement(suite, "testcase", classname=_class_of(diagnosis), name=name, file=spot.file, line=str(spot.line))
 
@@ -127,7 +123,6 @@ def sarif(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     """The SARIF log: the rules, the findings, and the suppressed findings marked as such."""
     rules = list(rules)
     numbers = {rule.code: number for number, rule in enumerate(rules)}
-    sources = Sources()
     everything = [*((one, None) for one in diagnosis.findings), *((one.finding, one) for one in diagnosis.suppressed)]
     driver = {
         "name": words.tool_of(diagnosis),
@@ -149,15 +144,13 @@ def sarif(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     invocation["toolExecutionNotifications"] = [
         {"level": "note", "message": {"text": text}} for text in (words.verdict_of(diagnosis, run), *diagnosis.notes)
     ]
-    results = [_result(one, other, numbers, diagnosis.script, sources) for one, other in everything]
+    results = [_result(one, other, numbers, diagnosis.script) for one, other in everything]
     log = {"tool": {"driver": driver}, "invocations": [invocation], "columnKind": "unicodeCodePoints"}
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [log | {"results": results}]}, indent=2) + "\n"
 
 
-def _result(
-    one: Finding, suppressed: Suppressed | None, numbers: dict[str, int], script: str, sources: Sources
-) -> dict[str, Any]:
-    spot = _spot_of(one, script, sources)
+def _result(one: Finding, suppressed: Suppressed | None, numbers: dict[str, int], script: str) -> dict[str, Any]:
+    spot = _spot_of(one, script)
     fix = f"{words.fix_term(one)}: {one.fix.strip()}" if one.fix.strip() else ""
     location: dict[str, Any] = {}
     if spot.file:

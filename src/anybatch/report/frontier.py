@@ -10,7 +10,7 @@ from typing import Any
 from anybatch.records.memory import CATEGORIES, Timeline
 from anybatch.records.plans import Confidence, Plan, PlanRow
 from anybatch.report.pages import Picture, render_page, unit_of_bytes
-from anybatch.report.svg import bar_chart, dot_chart, stack_chart
+from anybatch.report.svg import dot_chart, stack_chart
 from anybatch.report.tables import TextTable, in_runs
 from anybatch.units import format_bytes, format_seconds
 
@@ -119,11 +119,17 @@ def time_text(plan: Plan, seconds: float | None) -> str:
     return f"{seconds / _reference(plan):.2f}x"
 
 
-def shares_of(plan: Plan) -> tuple[tuple[str, int, float], ...]:
-    """The memory at the peak by category, the largest first: name, bytes, and share of the total."""
-    total = sum(plan.at_peak.values()) or 1
-    largest = sorted(plan.at_peak.items(), key=lambda item: -item[1])
+def shares_of(at_peak: Mapping[str, int]) -> tuple[tuple[str, int, float], ...]:
+    """The memory at a peak by category, the largest first: name, bytes, and share of the total."""
+    total = sum(at_peak.values()) or 1
+    largest = sorted(at_peak.items(), key=lambda item: -item[1])
     return tuple((name, count, count / total) for name, count in largest if count)
+
+
+def shares_table(at_peak: Mapping[str, int]) -> TextTable:
+    """The table of the memory at a peak by category."""
+    rows = tuple((name, format_bytes(count), f"{part:.0%}") for name, count, part in shares_of(at_peak))
+    return TextTable(("", "bytes", "share"), rows)
 
 
 def modules_table(plan: Plan, most: int) -> TextTable:
@@ -168,7 +174,7 @@ def plan_page(
         ways=rows_table(plan, rows),
         ways_caption="; ".join(rows_notes(plan, rows)) + ".",
         binding=plan.binding,
-        shares=_shares_picture(plan),
+        shares=shares_table(plan.at_peak),
         steps=timeline_pictures(steps),
         modules=modules_table(plan, len(plan.modules)),
         modules_caption="The blocks of the model, the largest first; activations are those of one micro-batch.",
@@ -315,14 +321,3 @@ def _reference(plan: Plan) -> float:
     """The time that relative times are divided by."""
     known = (row.seconds for row in (plan.chosen, *plan.alternatives) if row.seconds)
     return next(known, 1.0)
-
-
-def _shares_picture(plan: Plan) -> Picture | None:
-    """The chart of memory at the peak by category; ``None`` if that is unknown."""
-    shares = shares_of(plan)
-    if not shares:
-        return None
-    factor, unit = unit_of_bytes(max(count for _, count, _ in shares))
-    svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
-    said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
-    return Picture("", svg, "Live tensors at the predicted peak, by category.", f"At the peak: {said}.")

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from urllib.parse import quote
 
 from anybatch.records.findings import Finding, Place
+from anybatch.records.sources import line_at
 from anybatch.report.tables import clean
 
 _LONGEST = 300
@@ -44,13 +45,9 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
     A file that changed after the start of the run may have another line there; 0 accepts any file.
     """
     file, number = finding.place.file, finding.place.line
-    is_cell = file in linecache.cache and not Path(file).is_file()  # of a notebook
-    if not is_cell and not (file.endswith(".py") and _is_older(file, since)):
+    if not _is_cell(file) and not (file.endswith(".py") and _is_older(file, since)):
         return None
-    if not is_cell:
-        linecache.checkcache(file)
-    whole = clean(linecache.getline(file, number).rstrip()).expandtabs()
-    text = whole.strip()
+    text = clean(line_at(file, number).rstrip()).expandtabs().strip()
     if not text or len(text) > _LONGEST:
         return None
     return Source(number, text, *_meant(text, finding))
@@ -59,10 +56,14 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
 def link_to(place: Place) -> str:
     """The ``vscode:`` address of a line; empty if the path is not absolute or the line is in a notebook cell."""
     path = place.file.replace("\\", "/")
-    is_cell = place.file in linecache.cache and not Path(place.file).is_file()
-    if not PurePath(place.file).is_absolute() or place.line <= 0 or is_cell:
+    if not PurePath(place.file).is_absolute() or place.line <= 0 or _is_cell(place.file):
         return ""
     return f"vscode://file/{quote(path.lstrip('/'), errors='replace')}:{place.line}"
+
+
+def _is_cell(file: str) -> bool:
+    """Whether a file is a cell of a notebook."""
+    return file in linecache.cache and not Path(file).is_file()
 
 
 def _width(text: str) -> int:

@@ -50,23 +50,22 @@ class Terminal:
         if count > 0:
             self.line(f"and {count} more: {elsewhere}")
 
-    def table(self, content: TextTable, *, left: Collection[int] = (0,), mark: str = "bold green") -> None:
-        """Writes a table, with numbers on the right of all columns that are not ``left``."""
+    def table(
+        self, content: TextTable, *, left: Collection[int] = (0,), mark: str = "bold green", wraps: bool = False
+    ) -> None:
+        """Writes a table, with numbers on the right of all columns that are not ``left``.
+
+        With ``wraps`` all are texts, and the last is wrapped within its column.
+        """
         rows = [content.header, *content.rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
+        columns = len(content.header) - wraps
+        widths = [max(len(row[column]) for row in rows) for column in range(columns)]
         for index, row in enumerate(rows):
-            pairs = enumerate(zip(row, widths, strict=True))
-            cells = [cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in pairs]
-            self.line(_GAP.join(cells), _style_of(index, content, mark))
-
-    def wrapped_table(self, content: TextTable, mark: str) -> None:
-        """Writes a table of texts, the last of which is wrapped within its column."""
-        rows = [content.header, *content.rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(content.header) - 1)]
-        for index, row in enumerate(rows):
-            start = "".join(cell.ljust(width) + _GAP for cell, width in zip(row, widths, strict=False))
-            self.words(row[-1], first=start, indent=" " * len(start), style=_style_of(index, content, mark))
-
-
-def _style_of(index: int, content: TextTable, mark: str) -> str:
-    return _HEAD if index == 0 else mark if index - 1 in content.marked else ""
+            pairs = enumerate(zip(row, widths, strict=False))
+            cells = [text.ljust(width) if wraps or at in left else text.rjust(width) for at, (text, width) in pairs]
+            style = _HEAD if index == 0 else mark if index - 1 in content.marked else ""
+            if wraps:
+                start = "".join(f"{cell}{_GAP}" for cell in cells)
+                self.words(row[-1], first=start, indent=" " * len(start), style=style)
+            else:
+                self.line(_GAP.join(cells), style)

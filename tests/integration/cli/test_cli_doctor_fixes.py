@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
-from anybatch.cli.doctor_launch import Target
 from anybatch.cli.doctor_trial import Shadow, refusal
+from anybatch.cli.options import Target
 from anybatch.doctor.fixes import trying
 from anybatch.doctor.fixes.source import Edit
 from anybatch.records.diagnoses import Diagnosis

@@ -16,11 +16,12 @@ import pytest
 from click.testing import CliRunner
 
 from anybatch.cli import doctor as doctor_module
-from anybatch.cli import doctor_child, doctor_launch
-from anybatch.cli.doctor_launch import Finished, Target
+from anybatch.cli import doctor_child, launching
 from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
+from anybatch.cli.launching import Finished
 from anybatch.cli.main import VERBS, main
-from anybatch.cli.options import write_whole
+from anybatch.cli.options import Target
+from anybatch.cli.reporting import Outputs
 from anybatch.doctor.frames import HiddenFrames, without_own_frames
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended, Stepped
@@ -74,7 +75,7 @@ def test_options_before_the_script_are_the_doctors(
 REFUSED = {
     (): "Missing argument",
     ("--jsn", "x", "train.py"): "No such option",
-    ("missing.py", "--json", "x"): "'missing.py' does not exist. Options of the doctor stand before the script",
+    ("missing.py", "--json", "x"): "'missing.py' does not exist. Options of anybatch doctor stand before the script",
     ("-m",): "Argument expected for the -m option",
     ("--json", "no/such/out.json", "train.py"): "does not exist; make it first",
     ("--record", "other.txt", "train.py"): "other.txt exists and is not a record that anybatch wrote",
@@ -218,22 +219,22 @@ def test_fail_on_names_the_least_severity(severity: Any, expected: dict[str, int
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes and links")
-def test_files_are_written_whole_and_stay_what_they_are(tmp_path: Path) -> None:
+def test_files_that_are_written_stay_what_they_are(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old", encoding="utf-8")
     target.chmod(0o640)
     link.symlink_to(target)
-    write_whole(link, "new")
+    Outputs(link).write({"new": 1})
     assert link.is_symlink()
-    assert target.read_text(encoding="utf-8") == "new"
+    assert json.loads(target.read_text(encoding="utf-8")) == {"new": 1}
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     mask = os.umask(0o027)
     try:
-        write_whole(tmp_path / "fresh", "x")
+        Outputs(tmp_path / "fresh").write({})
     finally:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == 0o640
-    write_whole(Path(os.devnull), "x")
+    Outputs(Path(os.devnull)).write({})
     assert not Path(os.devnull).is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "link", "target"]
 
@@ -241,7 +242,7 @@ def test_files_are_written_whole_and_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("way", ["_wait_for_signals", "_wait_with_handlers"])
 def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
-    wait = getattr(doctor_launch, way, None)
+    wait = getattr(launching, way, None)
     if way == "_wait_for_signals" and not hasattr(signal, "sigtimedwait"):
         pytest.skip("this system can't wait for signals")
     assert wait is not None
@@ -267,7 +268,7 @@ def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
 ) -> None:
     if way == "_wait_for_signals" and not hasattr(signal, "sigtimedwait"):
         pytest.skip("this system can't wait for signals")
-    monkeypatch.setattr(doctor_launch, "_LOOKS", 0.01)
+    monkeypatch.setattr(launching, "_LOOKS", 0.01)
     looks: list[int] = []
 
     def look() -> bool:
@@ -275,7 +276,7 @@ def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
         raise OSError("no space left")
 
     code = "import time; time.sleep(0.5); raise SystemExit(5)"
-    ended = getattr(doctor_launch, way)(
+    ended = getattr(launching, way)(
         lambda in_child: subprocess.Popen([sys.executable, "-c", code], preexec_fn=in_child),  # noqa: PLW1509
         None,
         look,

@@ -11,11 +11,11 @@ import forked_python
 from anybatch.cli.doctor_child import PROCESSES, of_rank
 from anybatch.cli.doctor_records import (
     compared,
-    launches_ranks,
     not_followed,
     records_of_ranks,
     without_records_of_ranks,
 )
+from anybatch.cli.options import launches_ranks
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import to_line
 from anybatch.records.runs import Run

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from anybatch.cli import doctor as doctor_module
-from anybatch.cli.doctor_launch import Finished
+from anybatch.cli.launching import Finished
 from anybatch.cli.main import main
 from anybatch.records.runs import load_run
 from doctor_scripts import both, forked_both, forked_doctor, light_torch

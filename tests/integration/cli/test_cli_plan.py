@@ -165,7 +165,7 @@ def test_a_call_without_an_optimizer_says_what_is_missing() -> None:
     text = " ".join(done.stdout.split())
     assert "anybatch.backward has no optimizer, so its state and its step are not in the figures" in text
     assert "The script sets" not in text
-    use = 'save it with -o plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
+    use = 'save it with --json plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
     assert f"\nTo use it: {use}\n" in done.stdout
     assert "anybatch.backward" not in planned("fine").stdout
 
@@ -181,18 +181,18 @@ def test_a_step_that_the_planner_takes_itself_is_a_step() -> None:
 
 
 def test_a_plan_is_saved_shown_and_written() -> None:
-    done = planned("fine", "-o", "plan.json", "--html", "plan.html", "--json", "-")
+    done = planned("fine", "-o", "plan.html", "--json", "plan.json")
     assert done.returncode == 0, done.stderr
-    assert Plan.from_dict(json.loads(done.stdout)) == Plan.load("plan.json") == PLAN
+    assert Plan.load("plan.json") == PLAN
     assert pages.is_own_page(Path("plan.html"))
     assert "<title>anybatch plan: train.py</title>" in Path("plan.html").read_text(encoding="utf-8")
-    assert '\nTo use it: anybatch.TrainStep(..., plan=anybatch.Plan.load("plan.json"))\n' in done.stderr
-    assert "Configurations, fastest first" in done.stderr
+    assert '\nTo use it: anybatch.TrainStep(..., plan=anybatch.Plan.load("plan.json"))\n' in done.stdout
+    assert "Configurations, fastest first" in done.stdout
 
 
 @pytest.mark.parametrize("to", ["found.json", "-"])
 def test_what_does_not_fit_ends_with_1_and_says_what_is_missing(to: str) -> None:
-    done = planned("large", "-o", "plan.json", "--json", to)
+    done = planned("large", "-o", "plan.html", "--json", to)
     assert done.returncode == 1
     for said in (
         "train.py does not fit: The least is 3.0 MiB.",
@@ -203,7 +203,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_is_missing(to: str) -> None
     found = json.loads(done.stdout if to == "-" else Path(to).read_text(encoding="utf-8"))
     assert (found["kind"], found["needed"], found["budget"]) == ("anybatch does not fit", 3 * MIB, MIB)
     assert found["modules"] == ["h.3", "head"]
-    assert not Path("plan.json").exists()
+    assert not Path("plan.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,9 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["--memory", "0"], "got '0'; expected"),
         (["--memory", "-1GiB"], "got '-1GiB'; expected"),
         (["--memory", "nan"], "got 'nan'; expected"),
-        (["-o", "no/plan.json"], "does not exist"),
-        (["--html", "no/plan.html"], "does not exist"),
+        (["-o", "no/plan.html"], "does not exist"),
         (["--json", "no/plan.json"], "does not exist"),
-        (["-o", "train.py"], "train.py exists and is not a plan"),
-        (["--html", "train.py"], "train.py exists and is not a page that anybatch wrote"),
+        (["-o", "train.py"], "train.py exists and is not a page that anybatch wrote"),
         (["--patch", "train.py"], "train.py exists and is not a patch"),
         (["--timeout", "0"], "0"),
     ],
@@ -279,10 +277,11 @@ def test_wrong_usage_ends_with_2_before_the_script_runs(
 
 def test_its_own_files_are_overwritten_and_others_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        done = invoke(monkeypatch, "-o", "p.json", "--html", "p.html", ending=FINE)
+        done = invoke(monkeypatch, "-o", "p.html", "--json", "p.json", ending=FINE)
         assert done.exit_code == 0, done.output
+    assert Plan.load("p.json") == PLAN
     assert invoke(monkeypatch, "-o", "train.py", "--force", ending=FINE).exit_code == 0
-    assert Plan.load("train.py") == PLAN
+    assert pages.is_own_page(Path("train.py"))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +337,7 @@ finally:
 
 def test_a_real_step_is_planned_within_its_budget_and_runs_as_planned(folder: Path) -> None:
     (folder / "real.py").write_text(REAL, encoding="utf-8")
-    done = run("real.py", "--memory", "220KiB", "-o", "plan.json", "--", "step")
+    done = run("real.py", "--memory", "220KiB", "--json", "plan.json", "--", "step")
     assert done.returncode == 0, done.stderr
     assert not Path("checkpoint").exists()
     plan = Plan.load("plan.json")
@@ -434,7 +433,7 @@ def test_the_changed_loop_takes_the_plan_that_was_saved_for_it(folder: Path) -> 
         "        optimizer.step()\n", "        model[0].weight.grad.clamp_(-1, 1)\n        optimizer.step()\n"
     )
     (folder / "loop.py").write_text(text, encoding="utf-8")
-    done = run("loop.py", "--memory", "200KiB", "--patch", "change.diff", "-o", "made.plan")
+    done = run("loop.py", "--memory", "200KiB", "--patch", "change.diff", "--json", "made.plan")
     assert done.returncode == 0, done.stdout + done.stderr
     change, size = Path("change.diff").read_text(encoding="utf-8"), Plan.load("made.plan").micro_batch_size
     assert f"micro_batch_size={size:g}" in change
@@ -453,8 +452,9 @@ def test_a_module_of_a_package_is_planned_as_python_runs_it(folder: Path) -> Non
     done = run("--memory", "700KiB", "-m", "pack.train", "--lr", "--patch", "change.diff")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "+++ b/pack/loop.py" in Path("change.diff").read_text(encoding="utf-8")
-    for missing in (["-m", "pack.none"], ["-m"]):
-        assert "no such module in this folder" in run(*missing).stderr
+    for missing, said in ((["-m", "pack.none"], "pack.none"), (["-m"], "Argument expected for the -m option")):
+        done = run(*missing)
+        assert (done.returncode, said in done.stderr) == (2, True)
 
 
 def prints(folder: Path) -> float:

@@ -15,11 +15,9 @@ from anybatch.cli import demo as command
 from anybatch.demo import comparison, corpus
 from anybatch.demo.training import TrainingRun
 from anybatch.records.plans import Plan
-from anybatch.report import pages
 from anybatch.units import format_bytes
 
 STAGES = ("1. The plan", "2. The gradient", "3. Training", "4. What the model writes", "entropy of a single byte: 4.")
-PAGE = Path("anybatch-demo.html")
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +44,16 @@ def plans() -> dict[Any, Plan]:
 
 
 def invoke(*arguments: str, samples: int = 11) -> Result:
-    typed = ["--quick", "--sample-bytes", "5", "--samples", str(samples), *arguments]
-    return CliRunner().invoke(command.demo_command, typed, catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "_QUICK_SAMPLES", samples)
+        patched.setattr(command, "_SAMPLE_BYTES", 5)
+        return CliRunner().invoke(command.demo_command, ["--quick", *arguments], catch_exceptions=False)
 
 
 @pytest.mark.usefixtures("remembered_plan")
 def test_the_command_trains_and_writes_what_it_says() -> None:
     done = invoke("--updates", "3", "--json", "found.json", samples=19)
     assert done.exit_code == 0, done.output
-    assert str(PAGE.absolute()) in done.output.replace("\n", "")
-    assert pages.is_own_page(PAGE)
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     assert found["comparison"]["split"]["error"] <= found["comparison"]["bound"]
     assert len(found["training"]["losses"]) == 3
@@ -92,30 +90,17 @@ def test_the_plan_and_both_peaks_are_shown_for_the_memory_that_was_asked_for() -
 
 
 def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:
-    done = invoke("--memory", "1MiB")
+    done = invoke("--memory", "1MiB", "--json", "found.json")
     assert done.exit_code == 1
     assert "MiB" in done.output
-    assert not PAGE.exists()
-
-
-@pytest.mark.usefixtures("remembered_plan")
-def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
-    PAGE.write_text("<p>mine</p>", encoding="utf-8")
-    done = invoke("--updates", "1")
-    assert (done.exit_code, PAGE.read_text(encoding="utf-8")) == (2, "<p>mine</p>")
-    assert "--force" in done.output
-    assert invoke("--updates", "1", "--force").exit_code == 0
-    assert invoke("--updates", "1").exit_code == 0  # its own page
+    assert not Path("found.json").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--seconds", "5"], "--quick"),
         (["--updates", "0"], "0"),
         (["--memory", "lots"], "got 'lots'; expected a number of bytes"),
-        (["--seed", "-1"], "-1"),
-        (["-o", "nowhere/page.html"], "does not exist"),
         (["--json", "nowhere/found.json"], "does not exist"),
         (["--sources", "empty"], "got 0 Python files"),
         (["--sources", "nowhere"], "nowhere"),
@@ -126,7 +111,7 @@ def test_wrong_usage_ends_with_2_before_anything_runs(arguments: list[str], said
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert said in done.output
-    assert not PAGE.exists()
+    assert not Path("found.json").exists()
 
 
 def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +119,10 @@ def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison, "plan_update", stop)
-    done = invoke()
+    done = invoke("--json", "found.json")
     assert done.exit_code == 130
     assert "Stopped" in done.output
-    assert not PAGE.exists()
+    assert not Path("found.json").exists()
 
 
 @pytest.mark.usefixtures("remembered_plan")
@@ -155,7 +140,6 @@ def test_ctrl_c_in_training_keeps_what_was_reached(monkeypatch: pytest.MonkeyPat
     assert "Stopped early." in done.output
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))["training"]
     assert (found["stopped_early"], len(found["losses"])) == (True, 1)
-    assert PAGE.exists()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -171,4 +155,3 @@ except SystemExit as stop:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
-    assert "--samples" not in done.stdout

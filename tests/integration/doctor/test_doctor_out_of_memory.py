@@ -142,7 +142,7 @@ def test_where_the_plan_comes_from_that_the_change_loads(
     monkeypatch.setattr(plan_loops, "_plan", lambda found, budget: PLAN)
     found: Any = SimpleNamespace(with_change=lambda *_: {"change": f"+step = TrainStep({call})", "found": "train.py:3"})
     fix = plan_loops._planned(Crashed(name="OUT_OF_MEMORY", error="OutOfMemoryError", text=""), found, 2**30).fix
-    assert ("# plan.json comes from: anybatch plan SCRIPT --memory 1.0GiB -o plan.json\n" in fix) == loads
+    assert ("# plan.json comes from: anybatch plan SCRIPT --memory 1.0GiB --json plan.json\n" in fix) == loads
 
 
 def test_a_step_that_is_not_found_is_told(tmp_path: Path) -> None:

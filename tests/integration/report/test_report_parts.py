@@ -269,7 +269,7 @@ step(torch.randn(4096, 128))
 def test_the_page_of_a_plan_has_the_step_before_and_after_with_the_predicted_peaks(tmp_path: Path) -> None:
     script, out = tmp_path / "train.py", tmp_path / "plan.html"
     script.write_text(PLANNED, encoding="utf-8")
-    options = ["--memory", "6MiB", "--html", str(out), "--json", str(tmp_path / "p.json"), str(script)]
+    options = ["--memory", "6MiB", "-o", str(out), "--json", str(tmp_path / "p.json"), str(script)]
     done = forked_python.run([sys.executable, "-m", "anybatch", "plan", *options], tmp_path)
     assert done.returncode == 0, done.stderr
     text = out.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
-from anybatch.records.sources import Sources
+from anybatch.records.sources import line_at
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, ParameterFacts, Root, Started
 
 SOURCE = '''import torch
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_python_hurts_nothing(tmp_path: Path, text: str) -> No
     path.write_text(text, encoding="utf-8")
     assert Policy().parted([finding("AB101", 1, path)])[1] == []
     path.write_bytes(b"# -*- coding: nowhere -*-\n\xff\xfe")
-    assert Sources().text(str(path), 1) == ""
+    assert line_at(str(path), 1) == ""
 
 
 TABLE = """

@@ -15,7 +15,7 @@ from anybatch.records.events import Ended
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
-from anybatch.report.diagnosis import Square, cells_table, modules_joined, squares_of
+from anybatch.report.diagnosis import cells_table, modules_joined
 from anybatch.report.diagnosis_terminal import show
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 
@@ -214,17 +214,19 @@ def test_a_module_in_two_cells_is_told_by_its_parameters() -> None:
     two = Cell(1, "fc", ("fc.weight",), numel=6), Cell(2, "fc", ("fc.bias",), numel=2, why="in no optimizer")
     diagnosis = Diagnosis((*FAULTY.findings,), cells=(*two, Cell(1, "head", ("head.weight",), numel=3)), steps=9)
     assert [row[3] for row in cells_table(diagnosis).rows] == ["fc.weight, head", "fc.bias: in no optimizer"]
-    assert (squares_of(diagnosis)[1].names, squares_of(diagnosis)[2].names) == ("fc.weight, head", "fc.bias")
 
 
 def test_each_of_the_four_cells_has_its_modules_and_their_reasons() -> None:
-    frozen = Cell(3, "pooler", frozen=True)
-    squares = squares_of(replace(FAULTY, cells=(*FAULTY.cells, frozen, Cell(4, "old", why="decay"), Cell(0, "x"))))
-    assert squares[1] == Square("encoder.* (6)", "", False)
-    assert squares[2] == Square("head", "in no optimizer", True)
-    assert squares[3] == Square("pooler", "frozen", False)
-    assert squares[4] == Square("old", "decay", True)
-    assert squares[0].names == "x"
+    others = Cell(3, "pooler", frozen=True), Cell(4, "old", why="decay"), Cell(0, "x")
+    table = cells_table(replace(FAULTY, cells=(*FAULTY.cells, *others)))
+    assert [(row[:2], row[3]) for row in table.rows] == [
+        (("?", "?"), "x"),
+        (("changing", "changing"), "encoder.* (6)"),
+        (("changing", "unchanged"), "head: in no optimizer"),
+        (("unchanged", "unchanged"), "pooler: frozen"),
+        (("unchanged", "changing"), "old: decay"),
+    ]
+    assert table.marked == {2, 4}
 
 
 # The terminal.

@@ -220,10 +220,7 @@ class Live:
         """The user's variables of an optimizer, a scaler and a scheduler, those that the line reads first."""
         classes = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
         names = ("optimizer", "scaler", "scheduler")
-        held = self.line_reads()
-        for frame in reversed(self.users):
-            for name, value in list(frame.values.items()):
-                held += [(name, value), *((f"{name}.{key}", one) for key, one in _objects(value))]
+        held = [*self.line_reads(), *(pair for frame in reversed(self.users) for pair in _held(frame))]
         return {
             name: next((path for path, one in held if isinstance(one, cls)), name)
             for name, cls in zip(names, classes, strict=True)
@@ -264,11 +261,9 @@ class Live:
             return
         self._modules = {}
         found: dict[int, tuple[str, torch.nn.Module]] = {}
-        for frame in self.users:
-            for name, value in list(frame.values.items()):
-                for path, one in ((name, value), *((f"{name}.{key}", inner) for key, inner in _objects(value))):
-                    if isinstance(one, torch.nn.Module):
-                        found.setdefault(id(one), (path, one))
+        for path, one in (pair for frame in self.users for pair in _held(frame)):
+            if isinstance(one, torch.nn.Module):
+                found.setdefault(id(one), (path, one))
         inner = {id(m) for _, root in found.values() for m in root.modules() if m is not root}
         tops = [(path, root) for key, (path, root) in found.items() if key not in inner]
         several = sum(1 for _, root in tops if any(True for _ in root.parameters())) > 1
@@ -303,6 +298,13 @@ def tensors_in(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, tor
         for name, entry in attributes(value):
             if not isinstance(entry, torch.nn.Module):
                 yield from tensors_in(f"{path}.{name}", entry, depth + 1)
+
+
+def _held(frame: Frame) -> Iterator[tuple[str, Any]]:
+    """What a frame's variables hold by their paths, and what the objects among it hold."""
+    for name, value in list(frame.values.items()):
+        yield name, value
+        yield from ((f"{name}.{key}", inner) for key, inner in _objects(value))
 
 
 def _objects(value: Any) -> list[tuple[str, Any]]:

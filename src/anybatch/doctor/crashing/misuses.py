@@ -182,7 +182,8 @@ def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
             why = "No backward has reached it: the loss does not depend on it, or the gradients were cleared."
             change = f"if {path}.grad is not None:\n    {live.code()}"
             if not tensor.is_leaf:
-                why = f"It is the result of {tensor.grad_fn}, and a backward keeps gradients of leaves only."
+                made = type(tensor.grad_fn).__name__
+                why = f"It is the result of {made}, and a backward keeps gradients of leaves only."
                 change = f"{path} = {path}.detach().requires_grad_()  # where it is made; or {path}.retain_grad()"
             elif not tensor.requires_grad:
                 why, change = "Its requires_grad is False.", f"{path}.requires_grad_()"

@@ -38,7 +38,6 @@ class Repair(NamedTuple):
     kind: str  # of its edits; or "layer", "mode", "classes", "switch", "name", "function", "number", "out of place"
     edits: tuple[tuple[Operand, Edit], ...] = ()  # operands with their change
     option: tuple[str, Any] = ("", None)  # what is changed besides operands, with its new value
-    layer: Any = None  # the module made anew
     left: str = ""  # what the call fails with now, of a change that is one of several that are needed
 
 
@@ -298,7 +297,7 @@ def _layers(call: Call) -> Iterator[Candidate]:
     )
     for name, value in changes:
         if getattr(module, name) != value and (made := remade(module, {name: value})) is not None:
-            yield Repair("layer", option=(name, value), layer=made), partial(call.run, function=made)
+            yield Repair("layer", option=(name, value)), partial(call.run, function=made)
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
         yield Repair("mode"), lambda: call.run(function=copied(module).eval())
 

@@ -1,4 +1,4 @@
-"""The script or module that the user names; runs it as Python would, with the doctor in its process."""
+"""Runs the script or module that the user names as Python would, with a part of anybatch in its process."""
 
 import contextlib
 import ctypes
@@ -9,77 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
 
-from anybatch.cli.options import no_notebook
-
-
-class Target(NamedTuple):
-    """The script or module to run."""
-
-    name: str  # the script as the user wrote it, or ``-m`` and the name of a module
-    command: tuple[str, ...]  # for the interpreter
-    arguments: tuple[str, ...]  # of the script
-
-
-class TargetCommand(click.Command):
-    """A command whose options end at the script: everything after it belongs to the script."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.allow_interspersed_args = False
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Ends the options before the script, or before ``-m``."""
-        return super().parse_args(ctx, self._divided(args))
-
-    def _divided(self, args: list[str]) -> list[str]:
-        """The arguments with ``--`` before ``-m``, which ends the options as it does for Python."""
-        options = [one for one in self.params if isinstance(one, click.Option)]
-        with_value = {name for one in options if not one.is_flag for name in one.opts}
-        index = 0
-        while index < len(args):
-            word = args[index]
-            if word.startswith("-m") and not word.startswith("--"):
-                joined = [word[2:]] if len(word) > 2 else []
-                return [*args[:index], "--", "-m", *joined, *args[index + 1 :]]
-            if word in ("--", "-") or not word.startswith("-"):
-                break
-            index += 2 if word in with_value else 1
-        return args
-
-
-def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
-    """Reads the words after the options."""
-    if words[0] == "-m":
-        if len(words) < 2:
-            raise click.UsageError("Argument expected for the -m option, as in: anybatch doctor -m package.train", ctx)
-        arguments = _without_dashes(words[2:])
-        return Target(f"-m {words[1]}", ("-m", words[1], *arguments), arguments)
-    if words[0].startswith("-"):
-        raise click.NoSuchOption(words[0], ctx=ctx)
-    if not Path(words[0]).exists():
-        raise click.BadParameter(
-            f"{words[0]!r} does not exist. Options of the doctor stand before the script, and those of the script "
-            "behind it, as in: anybatch doctor --json out.json train.py --epochs 1",
-            ctx,
-            param,
-        )
-    if Path(words[0]).is_dir() and not Path(words[0], "__main__.py").exists():
-        raise click.BadParameter(
-            f"{words[0]!r} is a folder without a __main__.py; name the script in it that trains", ctx, param
-        )
-    no_notebook(Path(words[0]))
-    arguments = _without_dashes(words[1:])
-    return Target(words[0], (words[0], *arguments), arguments)
-
-
-def _without_dashes(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Arguments may stand behind ``--``, as with the other verbs."""
-    return tuple(arguments[1:] if arguments[:1] in (["--"], ("--",)) else arguments)
-
+from anybatch.cli.edited import RUN
 
 _STDERR = 2
 _PATIENCE = 20.0  # seconds that a script has to end by itself after it was interrupted
@@ -97,8 +32,8 @@ os.environ.pop("PYTHONPATH", None)
 os.environ.update({environment!r})
 sys.path.append({root!r})
 try:
-    from anybatch.cli import doctor_child
-    doctor_child.begin({folder!r}, {settings!r})
+    from anybatch.cli import {child}
+    {child}.begin({folder!r}, {settings!r})
 except Exception as error:
     with open(os.path.join({folder!r}, "broken"), "a", encoding="utf-8") as file:
         file.write(repr(error))
@@ -112,7 +47,7 @@ except ImportError as error:
         raise
     sys.modules["sitecustomize"] = own
 """
-"""Runs before the script: takes its own traces away, loads the doctor, then what the place itself has of this name."""
+"""Runs before the script: takes its own traces away, loads our part, then what the place itself has of this name."""
 
 
 class Finished(NamedTuple):
@@ -134,29 +69,35 @@ def launch(
     settings: Mapping[str, Any],
     timeout: float | None,
     *,
+    kills: bool = False,
+    is_edited: bool = False,
+    child: str = "doctor_child",
     quiet: bool = False,
     output: Path | None = None,
     look: Callable[[], bool] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Finished:
-    """Runs a script with the doctor in it.
+    """Runs a script with a part of anybatch in its process.
 
     Args:
         command: the script or module with its arguments, for the interpreter.
         folder: the folder of this run, for what the two processes exchange.
-        settings: see ``doctor_child.begin``.
-        timeout: seconds after which it is interrupted as by Ctrl-C, ``None`` for never.
+        settings: what ``begin`` of the child gets.
+        timeout: seconds after which it is interrupted as by Ctrl-C; ``None`` for never.
+        kills: whether it is killed at once then, so that nothing of it runs in between.
+        is_edited: whether the child takes edited text of the user's files, see ``edited``.
+        child: the module of this package whose ``begin`` runs before the script.
         quiet: whether its standard output goes to standard error.
         output: the file for all its output, ``None`` for the terminal; with a file it has no input, and
             ``PYTHONHASHSEED`` is 0.
         look: is called twice a second; if it returns true, the script is interrupted. ``None`` for nothing.
+        variables: are added to its environment.
     """
-    before = os.environ.get("PYTHONPATH")
-    root = str(Path(__file__).resolve().parents[2])
-    own = {} if before is None else {"PYTHONPATH": before}
-    text = _START.format(folder=str(folder), environment=own, root=root, settings=dict(settings))
-    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    if is_edited and command[0] != "-m":
+        (folder / "run.py").write_text(RUN, encoding="utf-8")
+        command = [str(folder / "run.py"), *command]
     fixed = {} if output is None else {"PYTHONHASHSEED": "0"}
-    environment = {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+    environment = {**os.environ, **variables, **fixed, "PYTHONPATH": _path(folder, child, settings)}
     started = time.monotonic()
     written = contextlib.nullcontext() if output is None else output.open("wb")
 
@@ -172,19 +113,32 @@ def launch(
 
     wait = _wait_for_signals if hasattr(signal, "sigtimedwait") else _wait_with_handlers
     with written as file:
-        code, timed_out = wait(start, None if timeout is None else started + timeout, look)
+        code, timed_out = wait(start, None if timeout is None else started + timeout, look, kills)
     return Finished(code, time.monotonic() - started, timeout if timed_out else None)
 
 
+def _path(folder: Path, child: str, settings: Mapping[str, Any]) -> str:
+    """Writes what Python loads before a script, and gives the ``PYTHONPATH`` on which it is found."""
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(__file__).resolve().parents[2])
+    own = {} if before is None else {"PYTHONPATH": before}
+    text = _START.format(child=child, folder=str(folder), environment=own, root=root, settings=dict(settings))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return os.pathsep.join([str(folder), *([before] if before else [])])
+
+
 def _wait_for_signals(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[], bool] | None = None
+    start: Callable[..., "subprocess.Popen[bytes]"],
+    end: float | None,
+    look: Callable[[], bool] | None = None,
+    kills: bool = False,
 ) -> tuple[int, bool]:
     """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
     numbers = {getattr(signal, name) for name in _FORWARDED}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers | {signal.SIGCHLD})
     try:
         process = start(_before_script(before))
-        deadline = Deadline(process, end, look)
+        deadline = Deadline(process, end, look, kills)
         while (code := process.poll()) is None:
             info = signal.sigtimedwait(numbers | {signal.SIGCHLD}, deadline.left())
             if info is None:
@@ -214,11 +168,14 @@ def _before_script(mask: Any) -> Callable[[], None]:
 
 
 def _wait_with_handlers(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[], bool] | None = None
+    start: Callable[..., "subprocess.Popen[bytes]"],
+    end: float | None,
+    look: Callable[[], bool] | None = None,
+    kills: bool = False,
 ) -> tuple[int, bool]:
     """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
     process = start(None)
-    deadline = Deadline(process, end, look)
+    deadline = Deadline(process, end, look, kills)
 
     def hand_on(number: int, frame: Any) -> None:
         if number != signal.SIGINT:
@@ -241,11 +198,12 @@ class Deadline:
     """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[], bool] | None = None
+        self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[], bool] | None, kills: bool
     ) -> None:
         self._process = process
         self._end = end
         self._look = look
+        self._kills = kills
         self._next_look = time.monotonic() + _LOOKS
         self._is_interrupted = False
         self._failures: set[str] = set()
@@ -265,11 +223,11 @@ class Deadline:
             self._next_look = time.monotonic() + _LOOKS
         if self._end is None or time.monotonic() < self._end:
             return
-        if self._is_interrupted:
+        self.timed_out |= not self._is_interrupted
+        if self._is_interrupted or self._kills:
             self._process.kill()
             self._end = time.monotonic() + _PATIENCE
         else:
-            self.timed_out = True
             self._interrupt()
 
     def _safely(self, look: Callable[[], bool]) -> bool:
