@@ -102,3 +102,31 @@ def test_a_budget_holds_a_model_that_keeps_a_cache() -> None:
             assert torch.allclose(one, wanted, rtol=1e-10)
     assert out.plan is not None
     assert out.micro_batches > 1 or out.plan.recompute
+
+
+class Known(nn.Module):
+    """Treats the object that it was made with, and what that holds, in another way than an equal one."""
+
+    def __init__(self, own: Cache) -> None:
+        super().__init__()
+        self.own, self.scales = [own], {own.layers[0]: 3.0}
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        x = self.linear(x)
+        if cache is self.own[0]:
+            x = x.sin()
+        found: torch.Tensor = x.square() * self.scales.get(cache.layers[0], 1.0)
+        return found
+
+
+def test_an_object_is_the_same_object_the_second_time() -> None:
+    cache, x = Cache(2), torch.randn(5, 6, dtype=torch.float64)
+    model = nn.ModuleDict({"block": Known(cache)}).double()
+    block = model["block"]
+    block(x, cache).square().sum().backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    with recompute(model, ["block"]):
+        block(x, cache).square().sum().backward()
+    assert all(map(torch.equal, gradients(model), wanted))
