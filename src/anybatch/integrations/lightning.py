@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError
 from anybatch.integrations.attached import AttachedDoctor
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.options import BatchNormPolicy, Verify
-from anybatch.repeated import RepeatedBackward
 
 try:
     from lightning.pytorch import Callback, LightningModule
