@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, BatchError
 from anybatch.memory.chunks import Task, chunked_cross_entropy, refuse_second_derivative
+from anybatch.memory.offloading import is_plain
 from anybatch.memory.places import Handle, Layered, places_of
 from anybatch.memory.replay import Autocast
 from anybatch.tensors.dispatch import unseen
@@ -100,21 +101,12 @@ class _Head:
         return LazyLogits.of(Product(hidden, weight, bias, dtype, self))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_made_of_others = hasattr(tensor, "__tensor_flatten__")  # such as a part of a tensor that lies on several devices
-    return (
-        tensor.is_floating_point()
-        and tensor.layout is torch.strided
-        and not (is_made_of_others or tensor.is_inference())
-    )
-
-
 def _dtype(hidden: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype | None:
     """In which dtype the layer computes; ``None`` for what is left to the layer itself."""
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_transformed():
         return None
-    if not all(isinstance(t, torch.Tensor) and _is_plain(t) for t in tensors):
+    if not all(isinstance(t, torch.Tensor) and t.is_floating_point() and is_plain(t) for t in tensors):
         return None
     dtypes = {t.dtype for t in tensors}
     kind = hidden.device.type

@@ -194,7 +194,7 @@ class _Offloaded:
         if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
             with saved_tensors_hooks(_stay, _same):
                 return inner(*args, **kwargs)
-        with saved_tensors_hooks(self._traffic.next_call().pack, _unpack):
+        with saved_tensors_hooks(_Call(self._traffic).pack, _unpack):
             return inner(*args, **kwargs)
 
 
@@ -211,35 +211,16 @@ def _unpack(packed: "_Packed | _Stayed") -> torch.Tensor:
 
 
 class _Traffic:
-    """All calls of the blocks, in the order of the forward."""
+    """What all calls of the blocks have on the host."""
 
     def __init__(self, model: torch.nn.Module, pool: HostPool) -> None:
         self.pool = pool
         # Simulated on a small batch for the sake of a large one, where what has few bytes here has many.
         self.smallest = 0 if isinstance(pool, Simulated) else SMALLEST
-        self.entries: dict[Any, weakref.ref[_Entry]] = {}
+        self.entries: weakref.WeakValueDictionary[Any, _Entry] = weakref.WeakValueDictionary()
+        self.latest: weakref.ref[_Call] | None = None  # that sent something
         self._model = model
-        self._calls: list[weakref.ref[_Call]] = []
         self._staying: set[int] | None = None
-
-    def next_call(self) -> "_Call":
-        """The call that begins now."""
-        self._calls = [call for call in self._calls if call() is not None]
-        self.entries = {key: entry for key, entry in self.entries.items() if entry() is not None}
-        call = _Call(self)
-        self._calls.append(weakref.ref(call))
-        return call
-
-    def fetch_before(self, call: "_Call") -> None:
-        """Asks for the tensors of the call before one."""
-        earlier: _Call | None = None
-        for ref in self._calls:
-            found = ref()
-            if found is call:
-                break
-            earlier = found if found is not None else earlier
-        if earlier is not None:
-            earlier.fetch()
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter or a buffer."""
@@ -257,7 +238,8 @@ class _Call:
     def __init__(self, traffic: _Traffic) -> None:
         self._traffic = traffic
         self._entries: list[weakref.ref[_Entry]] = []
-        self._is_asked_for = False
+        self._earlier: weakref.ref[_Call] | None = None  # the last one before it that sent something
+        self._has_sent = self._is_asked_for = False
 
     def pack(self, tensor: torch.Tensor) -> "_Packed | _Stayed":
         """Sends a tensor to the host, or lets it stay."""
@@ -270,20 +252,21 @@ class _Call:
             return _Stayed(tensor)
         part = None if is_whole else (tensor.storage_offset(), tensor.size(), tensor.stride())
         key = (storage._cdata, tensor.dtype, part)
-        ref = traffic.entries.get(key)
-        entry = None if ref is None else ref()
+        entry = traffic.entries.get(key)
         if entry is None or not entry.is_of(storage, tensor._version):
-            entry = _Entry(tensor, storage, part is None, traffic.pool)
-            traffic.entries[key] = weakref.ref(entry)
+            entry = traffic.entries[key] = _Entry(tensor, storage, part is None, traffic.pool)
             self._entries.append(weakref.ref(entry))
+        if not self._has_sent:
+            self._has_sent, self._earlier, traffic.latest = True, traffic.latest, weakref.ref(self)
         return _Packed(self, entry, tensor, part is None)
 
     def begin_backward(self) -> None:
-        """Asks for the tensors of the call before this one, once."""
+        """Asks for the tensors of this call, and of the one before it, once."""
         if not self._is_asked_for:
             self._is_asked_for = True
             self.fetch()
-            self._traffic.fetch_before(self)
+            if self._earlier is not None and (earlier := self._earlier()) is not None:
+                earlier.fetch()
 
     def fetch(self) -> None:
         """Asks for all tensors of this call."""

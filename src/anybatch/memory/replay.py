@@ -1,12 +1,17 @@
 """What a forward depends on beside its arguments and its module, saved so that it can run again in the same way."""
 
+import copy
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 
 from anybatch.accelerators import attention_kernels, set_attention_kernels
 from anybatch.tensors.randomness import RandomState
+
+_DEPTH = 5  # of objects within an object
 
 
 class Autocast:
@@ -16,11 +21,6 @@ class Autocast:
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self._states = {kind: _autocast(kind) for kind in kinds}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Autocast) and self._states == other._states
-
-    __hash__ = None  # type: ignore[assignment]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -79,3 +79,41 @@ def default_device() -> torch.device:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def copied(value: Any, known: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> Any:
+    """A copy of an object whose items and attributes may change without a change of it, some levels deep.
+
+    Tensors, modules and functions are not copied, nor is what holds nothing.
+
+    Args:
+        known: copies that were made before, with their objects, by the ``id`` of these.
+    """
+    if not depth or isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    is_open = type(attributes) is dict and type(value).__module__.partition(".")[0] not in ("torch", "numpy")
+    if id(value) in known or not (is_open or isinstance(value, (dict, list, set, deque, tuple))):
+        return known.get(id(value), (value, value))[1]
+
+    def inner(one: Any) -> Any:
+        return copied(one, known, depth - 1)
+
+    if type(value) is tuple:
+        return tuple(map(inner, value))
+    made = value
+    with suppress(Exception):  # what refuses to be copied is shared
+        made = copy.copy(value)
+    known[id(value)] = value, made
+    if made is value:
+        return made
+    if isinstance(made, dict):
+        put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
+        for key, one in [*made.items()]:
+            put(made, key, inner(one))
+    elif isinstance(made, (list, deque)):
+        for place, one in enumerate([*made]):
+            (list if isinstance(made, list) else deque).__setitem__(made, place, inner(one))
+    if is_open:
+        made.__dict__.update((key, inner(one)) for key, one in attributes.items())
+    return made

@@ -39,7 +39,7 @@ class Spilling:
     def __init__(self, recording: Recording, gradients: Sequence[tuple[torch.Tensor, Allocation]]) -> None:
         self._recording, self._gradients = recording, gradients
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._copies: dict[int, weakref.ref[_Copy]] = {}
+        self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         recording.foresees = True
 
     def __enter__(self) -> None:
@@ -69,14 +69,13 @@ class Spilling:
             if not is_plain(tensor) or not (held := self._recording.made_by_operations(tensor)):
                 return tensor.detach()
             storage = tensor.untyped_storage()
-            known = self._copies.get(storage._cdata)
-            copy = None if known is None else known()
+            copy = self._copies.get(storage._cdata)
             if copy is None or not copy.is_of(storage, tensor._version):
                 self._room -= storage.nbytes()
                 if self._room < 0:  # a file may lie in host memory, and others need both
                     raise OSError("there is no room for what is saved")
                 copy = _Copy(storage, tensor._version, held, self._recording, self._file)
-                self._copies[storage._cdata] = weakref.ref(copy)
+                self._copies[storage._cdata] = copy
                 self._recording.hold(held, copy, is_here=False)
             return _Spilled(copy, tensor)
 
