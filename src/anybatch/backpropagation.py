@@ -212,7 +212,7 @@ class Gradient(Engine):
 
     def _alike(self) -> dict[str, str]:
         """Settings that have to be equal on all ranks."""
-        from anybatch.update.overranks import settings_of
+        from anybatch.update.boundary import settings_of
 
         return settings_of(self._beside.get("optimizers", ()), (), self._beside.get("clip_norm"))
 

@@ -17,6 +17,7 @@ from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
 from anybatch.update.refusals import (
     Cause,
+    named,
     no_statistics,
     not_splittable,
     one_value,
@@ -86,6 +87,29 @@ def refuse_to_split(
     _refuse_compiled(modules, micro_batches)
     if modules:
         raise not_splittable(modules, micro_batches, (cause() if callable(cause) else cause) or Cause())
+
+
+def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:
+    """Refuses BatchNorm that would see the samples of one rank only, or wait for ranks that run other micro-batches."""
+    coupling = coupling_modules(*models)
+    together = {name: m for name, m in coupling.items() if isinstance(m, torch.nn.SyncBatchNorm)}
+    if policy == "frozen" and is_training:
+        return
+    if together:
+        raise NotSplittable(
+            f"{named(together)} would wait in each forward for all ranks, which may run other numbers of micro-batches "
+            'and start again one by one; use GroupNorm or LayerNorm, batch_norm="frozen", or BatchNorm with '
+            'batch_norm="ghost"',
+            modules=list(together),
+        )
+    if coupling and policy == "refuse":
+        raise NotSplittable(
+            f"{named(coupling)} would normalise by the samples of each rank alone, so the gradient is not that of the "
+            'batch of all ranks; use GroupNorm or LayerNorm, batch_norm="frozen", or batch_norm="ghost", which '
+            "normalises each micro-batch of each rank by itself, as DistributedDataParallel does with the share of a "
+            "rank",
+            modules=list(coupling),
+        )
 
 
 @contextmanager
