@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, BatchError
-from anybatch.memory.chunks import Task, chunked_cross_entropy, refuse_second_derivative
+from anybatch.memory.chunks import CrossEntropy, refuse_second_derivative
 from anybatch.memory.offloading import is_plain
 from anybatch.memory.places import Handle, Layered, places_of
 from anybatch.memory.replay import Autocast
@@ -328,14 +328,14 @@ def _cross_entropy(
     if target.device != input.device or (weight is not None and weight.requires_grad):
         return None
     product.check()
-    task = Task(
+    chunked = CrossEntropy(
         target=target, class_weights=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing, chunks=product.head.chunks, dtype=product.dtype, casts=input.casts,
         autocast=Autocast({"cpu", input.device.type}),
     )  # fmt: skip
     rows = input.rows.reshape(-1, input.rows.shape[-1])
     with torch.set_grad_enabled(torch.is_grad_enabled() and product.with_gradient):
-        loss = chunked_cross_entropy(task, rows, product.weight, product.bias)
+        loss = chunked(rows, product.weight, product.bias)
     product.is_taken = True
     product.head.taken += not in_backward()  # a block that is recomputed takes its loss again
     return loss
