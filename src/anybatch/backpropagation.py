@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,7 +155,7 @@ class Gradient(Engine):
             task = self._task(splittable)
             self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
             if is_of_part and batch_norm == "refuse":
-                refuse_to_split(task.modules, self.joined, Cause(verb="backward", batches=self.joined))
+                refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
             with self._planned(splittable):
                 result = self._run(task, parameters)
         self._limit.resolve(splittable.largest)

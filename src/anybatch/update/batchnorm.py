@@ -76,16 +76,14 @@ def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
     return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
 
 
-def refuse_to_split(
-    models: Sequence[Any], micro_batches: int, cause: Cause | Callable[[], Cause] | None = None
-) -> None:
+def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode."""
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
     _refuse_compiled(modules, micro_batches)
     if modules:
-        raise not_splittable(modules, micro_batches, (cause() if callable(cause) else cause) or Cause())
+        raise not_splittable(modules, micro_batches, cause())
 
 
 def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:
@@ -113,7 +111,7 @@ def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy
 
 @contextmanager
 def batch_norm_as(
-    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Cause | None = None
+    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
@@ -123,8 +121,8 @@ def batch_norm_as(
     if not may_couple(modules_of(*models)):
         yield _nothing
         return
-    cause = cause or Cause()
-    _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=policy == "frozen" and cause.verb is not None)
+    is_frozen = policy == "frozen" and cause().verb is not None
+    _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=is_frozen)
     if policy == "refuse":
         refuse_to_split(models, micro_batches, cause)
     with contextlib.ExitStack() as stack:
@@ -146,7 +144,9 @@ def batch_norm_as(
         yield begin_micro_batch if found else _nothing
 
 
-def _watch_split(stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Cause) -> None:
+def _watch_split(
+    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Callable[[], Cause]
+) -> None:
     """Refuses what shows only while the loss function runs."""
     if policy == "ghost":
         _watch_inputs(stack, coupling_modules(*models), partial(_refuse_single_values, cause=cause))
@@ -190,10 +190,10 @@ def _refuse_training_mode(name: str, module: Any, _: tuple[Any, ...]) -> None:
         raise put_in_training_mode(name, module)
 
 
-def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Cause) -> None:
+def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Callable[[], Cause]) -> None:
     """Refuses inputs with one value a channel, of which torch says less."""
     if module.training and args and args[0].dim() > 1 and args[0].numel() == args[0].size(1):
-        raise one_value(name, module, args[0].shape, cause)
+        raise one_value(name, module, args[0].shape, cause())
 
 
 class _Merged:

@@ -1,6 +1,7 @@
 """One pass over a logical batch in given parts, its gradient or only its loss, and who is told what is running."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from anybatch.update.batchnorm import (
     refuse_over_ranks,
     refuse_to_split,
 )
-from anybatch.update.refusals import Cause, Verb, cause_of
+from anybatch.update.refusals import Cause, Verb
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -98,11 +99,19 @@ class Task:
         return iter(batches) if self.splittable.lies_on(device) else moved(batches, device)
 
     def cause(self, parts: Sequence[Part]) -> Cause:
-        """Why the batch is in these parts."""
-        return cause_of(
-            self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
+        """Why the batch is in these parts: those smaller than what was asked for are so because memory ran out."""
+        splittable, wanted = self.splittable, self.micro_batch_size
+        most = min(one for one in (wanted, splittable.most, splittable.largest) if one is not None)
+        is_known = wanted is None or not splittable.has_costs  # packs may be cheaper than what was asked for
+        return Cause(
+            verb=self.verb,
+            micro_batch_size=wanted,
+            sizes=tuple(len(part.samples) for part in parts),
+            batches=1 if splittable.is_collated else len(splittable.batches),
+            ran_out=is_known and max((part.cost for part in parts), default=math.inf) < most,
+            planned=self.is_planned,
             devices=1 if self.devices is None else len(self.devices.placements),
-        )  # fmt: skip
+        )
 
 
 class Watch:
@@ -177,10 +186,10 @@ class Beginnings:
         if not differentiate:
             stack.enter_context(torch.no_grad())
             if task.batch_norm == "refuse":
-                refuse_to_split(task.modules, len(parts), lambda: task.cause(parts))
+                refuse_to_split(task.modules, len(parts), partial(task.cause, parts))
             return
         if may_couple(task.every_module):
-            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
+            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), partial(task.cause, parts))
             self._begin_statistics = stack.enter_context(statistics)
         if task.settings.dropout == "per-sample":
             from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
@@ -445,7 +454,7 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     """Counts by a forward, whose traces in buffers and random state are taken off again."""
     progress.text = "the forward that counts"
     if task.batch_norm == "refuse":
-        refuse_to_split(task.modules, len(parts), task.cause(parts))
+        refuse_to_split(task.modules, len(parts), partial(task.cause, parts))
     before, writes = Snapshot(task.modules, devices_of(task.model)), task.splittable.writes()
     if task.devices is None:
         batches = task.there(task.splittable.materialise(parts))
@@ -487,7 +496,7 @@ def _refuse_to_cut_time(task: Task, over_time: "OverTime") -> None:
     if not coupling_modules(*task.modules):
         return
     if splittable.is_collated or any(over_time.is_cut(batch) for batch in splittable.batches):
-        refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
+        refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
 
 
 class Outcome(NamedTuple):
