@@ -112,8 +112,7 @@ def backward(
         layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
         batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group, verify=verify,
     )  # fmt: skip
-    proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, options.autocast)
-    return Gradient(options, proofs)(batch)
+    return Gradient(options, _proofs(options))(batch)
 
 
 def prove(
@@ -131,8 +130,12 @@ def prove(
         NotSplittable: in micro-batches the gradient is not the whole batch's.
     """
     own = Options(model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, **options)
-    proofs = proofs_of("first", model, loss_fn, own.count, own.collate, own.batch_norm, own.dropout, own.autocast)
-    return Gradient(own, proofs).prove(batch)
+    return Gradient(own, _proofs(own)).prove(batch)
+
+
+def _proofs(own: Options) -> Proofs:
+    others = own.loss_fn, own.count, own.collate, own.batch_norm, own.dropout, own.autocast
+    return proofs_of(own.verify, own.model, *others)
 
 
 class Gradient(Engine):

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -206,8 +207,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _unpack(packed: "_Packed | _Stayed") -> torch.Tensor:
-    return packed.unpack()
+def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return bring()
 
 
 class _Traffic:
@@ -241,15 +242,15 @@ class _Call:
         self._earlier: weakref.ref[_Call] | None = None  # the last one before it that sent something
         self._has_sent = self._is_asked_for = False
 
-    def pack(self, tensor: torch.Tensor) -> "_Packed | _Stayed":
-        """Sends a tensor to the host, or lets it stay."""
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sends a tensor to the host, or lets it stay; gives what brings it."""
         traffic = self._traffic
         if not is_plain(tensor) or tensor.nbytes < traffic.smallest or (tensor.is_leaf and tensor.requires_grad):
-            return _Stayed(tensor)
+            return partial(_stayed, tensor.detach(), _version(tensor))
         storage = tensor.untyped_storage()
         is_whole = 4 * tensor.nbytes >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
         if traffic.stays(storage) or not (is_whole or 0 not in tensor.stride()):
-            return _Stayed(tensor)
+            return partial(_stayed, tensor.detach(), _version(tensor))
         part = None if is_whole else (tensor.storage_offset(), tensor.size(), tensor.stride())
         key = (storage._cdata, tensor.dtype, part)
         entry = traffic.entries.get(key)
@@ -258,15 +259,22 @@ class _Call:
             self._entries.append(weakref.ref(entry))
         if not self._has_sent:
             self._has_sent, self._earlier, traffic.latest = True, traffic.latest, weakref.ref(self)
-        return _Packed(self, entry, tensor, part is None)
+        entry.share()
+        view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if part is None else None
+        return partial(self._bring, entry, view, _changes_of(tensor))
 
-    def begin_backward(self) -> None:
-        """Asks for the tensors of this call, and of the one before it, once."""
+    def _bring(self, entry: "_Entry", view: Any, changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor:
+        """Brings a tensor back; the first time also asks for all of this call, and of the one before it."""
+        for ref, version in changes:
+            if (found := ref()) is not None and found._version != version:
+                raise _changed()
         if not self._is_asked_for:
             self._is_asked_for = True
             self.fetch()
             if self._earlier is not None and (earlier := self._earlier()) is not None:
                 earlier.fetch()
+        brought = entry.take()
+        return brought if view is None else brought.as_strided(*view)
 
     def fetch(self) -> None:
         """Asks for all tensors of this call."""
@@ -324,40 +332,10 @@ class _Entry:
             self._pool.drop(self._kept, self._like.device)
 
 
-class _Packed:
-    """Stands for a saved tensor that is on the host."""
-
-    __slots__ = ("_call", "_changes", "_entry", "_view")
-
-    def __init__(self, call: _Call, entry: _Entry, tensor: torch.Tensor, is_whole: bool) -> None:
-        self._call = call
-        self._entry = entry
-        entry.share()
-        self._view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if is_whole else None
-        self._changes = _changes_of(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """Brings the tensor back."""
-        _refuse_changes(self._changes)
-        self._call.begin_backward()
-        brought = self._entry.take()
-        return brought if self._view is None else brought.as_strided(*self._view)
-
-
-class _Stayed:
-    """Stands for a saved tensor that is where it was."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = _version(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """Gives the tensor."""
-        if _version(self._tensor) != self._version:
-            raise _changed()
-        return self._tensor
+def _stayed(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if _version(tensor) != version:
+        raise _changed()
+    return tensor
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -379,13 +357,6 @@ def _changes_of(tensor: torch.Tensor) -> list[tuple[weakref.ref[torch.Tensor], i
     """What tells later whether a tensor was changed in place, without holding its memory."""
     owners = [tensor] if tensor._base is None else [tensor, tensor._base]
     return [(weakref.ref(owner), owner._version) for owner in owners]
-
-
-def _refuse_changes(changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
-    for ref, version in changes:
-        tensor = ref()
-        if tensor is not None and tensor._version != version:
-            raise _changed()
 
 
 def _changed() -> RuntimeError:
