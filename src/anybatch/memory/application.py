@@ -43,9 +43,10 @@ def apply_optimizations(
     if loss_chunks > 1 and not head:
         raise BatchError(f"loss_chunks is {loss_chunks}, and no head is named; expected the name of the output layer")
     with ExitStack() as stack:
-        chunked = stack.enter_context(chunk_loss(model, head, loss_chunks)) if loss_chunks > 1 else None
+        applied = stack.enter_context(chunk_loss(model, head, loss_chunks) if loss_chunks > 1 else Applied())
         if recompute:
-            stack.enter_context(recompute_blocks(model, recompute))
+            applied.callback(recompute_blocks(model, recompute).remove)
         if offload:
-            stack.enter_context(offload_blocks(model, offload, pool=pool, simulate=simulate_offload))
-        return Applied([stack.pop_all().close], None if chunked is None else chunked.head)
+            applied.callback(offload_blocks(model, offload, pool=pool, simulate=simulate_offload).remove)
+        stack.pop_all()
+        return applied

@@ -180,23 +180,7 @@ def offload(
     """
     places = places_of(model, names)
     traffic = _Traffic(model, Simulated() if simulate else pool or HostPool())
-    return Handle([place.put_on(_Offloaded(traffic)) for place in places])
-
-
-class _Offloaded:
-    """The layer around a block."""
-
-    def __init__(self, traffic: "_Traffic") -> None:
-        self._traffic = traffic
-
-    def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-            return inner(*args, **kwargs)
-        if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
-            with saved_tensors_hooks(_stay, _same):
-                return inner(*args, **kwargs)
-        with saved_tensors_hooks(_Call(self._traffic).pack, _unpack):
-            return inner(*args, **kwargs)
+    return Handle([place.put_on(traffic) for place in places])
 
 
 def _stay(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +196,7 @@ def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 class _Traffic:
-    """What all calls of the blocks have on the host."""
+    """The layer around each of the blocks, and what their calls have on the host."""
 
     def __init__(self, model: torch.nn.Module, pool: HostPool) -> None:
         self.pool = pool
@@ -222,6 +206,15 @@ class _Traffic:
         self.latest: weakref.ref[_Call] | None = None  # that sent something
         self._model = model
         self._staying: set[int] | None = None
+
+    def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+            return inner(*args, **kwargs)
+        if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
+            with saved_tensors_hooks(_stay, _same):
+                return inner(*args, **kwargs)
+        with saved_tensors_hooks(_Call(self).pack, _unpack):
+            return inner(*args, **kwargs)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter or a buffer."""
