@@ -186,7 +186,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Slot:
-    """The place of a tensor among the arguments."""
+    """The place of a tensor among the arguments; no dataclass, which would be looked into as a container is."""
 
     __slots__ = ("index",)
 

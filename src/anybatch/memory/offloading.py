@@ -5,7 +5,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,19 +31,6 @@ def size_class(size: int) -> int:
         return _LEAST_BUFFER
     step = 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
-
-
-class Layout(NamedTuple):
-    """The layout of a tensor on the device."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor like it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class HostPool:
@@ -83,16 +70,16 @@ class HostPool:
             raise
         return host
 
-    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+    def back(self, kept: Any, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Starts to copy to a new tensor on the device; returns it and a handle for ``wait``."""
-        brought = like.empty()
-        source = _part(kept, brought.numel(), like.dtype).view(like.size)
-        if not has_streams(like.device):
+        brought = make()
+        source = _part(kept, brought.numel(), brought.dtype).view(brought.shape)
+        if not has_streams(brought.device):
             brought.copy_(source)
             return brought, None
-        stream = self._stream(like.device)
+        stream = self._stream(brought.device)
         # What the computation has yet to do may still use the memory of the new tensor.
-        stream.wait_stream(current_stream(like.device))
+        stream.wait_stream(current_stream(brought.device))
         with running_in(stream):
             brought.copy_(source, non_blocking=True)
         brought.record_stream(stream)  # it may be dropped before anyone has waited for it
@@ -148,9 +135,9 @@ class Simulated(HostPool):
     def out(self, tensor: torch.Tensor) -> Any:
         """Keeps nothing."""
 
-    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+    def back(self, kept: Any, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Gives an empty tensor."""
-        return like.empty(), None
+        return make(), None
 
     def drop(self, kept: Any, device: torch.device) -> None:
         """Nothing to free."""
@@ -280,8 +267,6 @@ class _Call:
 class _Entry:
     """A storage, or a part of one, on the host."""
 
-    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_pool", "_source", "_taken", "_uses", "_version")
-
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, pool: HostPool) -> None:
         self._kept: Any = None  # before anything that may run out of memory
         self._uses = self._taken = 0
@@ -291,10 +276,11 @@ class _Entry:
         self._brought: tuple[torch.Tensor, Any] | None = None
         if is_whole:
             sent = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            self._like = Layout(sent.size(), (1,), sent.dtype, sent.device)
+            tensor = sent
         else:  # made dense where it was computed, so that the copy to the host is one piece
-            self._like = Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
             sent = tensor.contiguous()
+        self._device, options = tensor.device, {"dtype": tensor.dtype, "device": tensor.device}
+        self._make = partial(torch.empty_strided, tensor.size(), tensor.stride(), **options)
         self._kept = pool.out(sent)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
@@ -304,7 +290,7 @@ class _Entry:
     def fetch(self) -> tuple[torch.Tensor, Any]:
         """Begins to bring it back."""
         if self._brought is None:
-            self._brought = self._pool.back(self._kept, self._like)
+            self._brought = self._pool.back(self._kept, self._make)
         return self._brought
 
     def share(self) -> None:
@@ -314,7 +300,7 @@ class _Entry:
     def take(self) -> torch.Tensor:
         """Gives it to the backward; lets go of it when everyone who saved it has had it."""
         brought, arrival = self.fetch()
-        self._pool.wait(arrival, self._like.device)
+        self._pool.wait(arrival, self._device)
         self._taken += 1
         if self._taken >= self._uses:  # the graph may stay, for a second backward
             self._brought, self._taken = None, 0
@@ -322,7 +308,7 @@ class _Entry:
 
     def __del__(self) -> None:
         if self._kept is not None:
-            self._pool.drop(self._kept, self._like.device)
+            self._pool.drop(self._kept, self._device)
 
 
 def _stayed(tensor: torch.Tensor, version: int) -> torch.Tensor:
