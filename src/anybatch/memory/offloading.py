@@ -275,12 +275,11 @@ class _Entry:
         self._source, self._version = weakref.ref(storage), tensor._version
         self._brought: tuple[torch.Tensor, Any] | None = None
         if is_whole:
-            sent = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            tensor = sent
+            sent = tensor = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
         else:  # made dense where it was computed, so that the copy to the host is one piece
             sent = tensor.contiguous()
-        self._device, options = tensor.device, {"dtype": tensor.dtype, "device": tensor.device}
-        self._make = partial(torch.empty_strided, tensor.size(), tensor.stride(), **options)
+        size, stride, self._device = tensor.size(), tensor.stride(), tensor.device
+        self._make = partial(torch.empty_strided, size, stride, dtype=tensor.dtype, device=self._device)
         self._kept = pool.out(sent)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:

@@ -105,7 +105,8 @@ def copied(value: Any, known: dict[int, tuple[Any, Any]], leaf: Leaf | None = No
         return tuple(map(inner, value))
     if isinstance(value, tuple):
         return value._make(map(inner, value)) if hasattr(value, "_make") else value
-    is_container, attributes = isinstance(value, (dict, list, set, deque)), getattr(value, "__dict__", None)
+    is_container = isinstance(value, (dict, list, set, deque))
+    attributes: Any = getattr(value, "__dict__", None)
     is_open = type(attributes) is dict and type(value).__module__.partition(".")[0] not in ("torch", "numpy")
     if id(value) in known or not (is_container or (is_open and leaf is None)):
         return known.get(id(value), (value, value))[1]
