@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from anybatch.loss.cutting import cut
     from anybatch.loss.sequence import OverTime
     from anybatch.memory.measuring import measure
-    from anybatch.observing import Observer
     from anybatch.planning.entrance import plan
     from anybatch.records.certificates import Certificate
     from anybatch.records.means import Mean
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
     from anybatch.records.results import StepResult
     from anybatch.scaling.batchsize import rescale
     from anybatch.scaling.noisescale import NoiseScale
-    from anybatch.step import TrainStep
+    from anybatch.step import Observer, TrainStep
     from anybatch.update.freezing import freeze
 
 _HOMES = {
     "TrainStep": "anybatch.step",
-    "Observer": "anybatch.observing",
+    "Observer": "anybatch.step",
     "StepResult": "anybatch.records.results",
     "backward": "anybatch.backpropagation",
     "windows": "anybatch.batch.windowing",

@@ -1,30 +1,32 @@
-"""The gradient of a whole batch, in the caller's own loop."""
+"""The gradient of a whole batch, in the caller's own loop or a trainer's."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from anybatch import interception
 from anybatch.batch.batches import Part
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
+from anybatch.engine import Engine
 from anybatch.errors import LossError
-from anybatch.interception import Call, announce, gradients_aside, watchers
+from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
-from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Count
-from anybatch.options import BatchNormPolicy, Options, Verify, check_hooks
+from anybatch.options import BatchNormPolicy, Options, Verify, check_hooks, optimizers_of
 from anybatch.records.results import StepResult
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
+from anybatch.update.batchnorm import refuse_to_split
 from anybatch.update.passes import Outcome, Progress, Task, run_pass
-from anybatch.update.transaction import Retries, SizeLimit, Snapshot
+from anybatch.update.refusals import Cause
+from anybatch.update.stepstate import GradientState, load_whole, part
+from anybatch.update.transaction import Retries, Snapshot
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -110,18 +112,7 @@ def backward(
         layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
         batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group, verify=verify,
     )  # fmt: skip
-    intercept(options, batch, micro_batch_size)
-    proofs = proofs_of(verify, model, loss_fn, count, collate, batch_norm, dropout, options.autocast)
-    settings = options.settings()
-    settings.reducer = reducer = reducer_of(model, group, settings.device)
-    parameters = parameters_of(model, loss_fn) if options.inputs is None else list(options.inputs)
-    with reducer.call("backward", parameters, adds=True):
-        splittable = options.splittable(batch, may_be_empty=reducer.is_shared, is_planned=plan is not None)
-        task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-        with _followed(plan, options, task) as (limit, optimizations):
-            result = run_backward(task, parameters, limit, optimizations, proofs)
-    result.plan = plan
-    return result
+    return Gradient(options, _proofs(options))(batch)
 
 
 def prove(
@@ -139,100 +130,159 @@ def prove(
         NotSplittable: in micro-batches the gradient is not the whole batch's.
     """
     own = Options(model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, **options)
-    proofs = proofs_of("first", model, loss_fn, own.count, own.collate, own.batch_norm, own.dropout, own.autocast)
-    parameters = parameters_of(model, loss_fn) if own.inputs is None else list(own.inputs)
-    splittable = own.splittable(batch)
-    task = Task(model, loss_fn, own.count, own.settings(), own.batch_norm, splittable, micro_batch_size, "backward")
-    with gradients_aside():
-        before = Before(model, loss_fn, parameters)
-        try:
-            parts = splittable.plan(micro_batch_size)
-            proofs.look(task, parts, parameters, contextlib.nullcontext, before.snapshot)
-        finally:
-            before.restore()
-    return proofs.latest
+    return Gradient(own, _proofs(own)).prove(batch)
 
 
-def run_backward(
-    task: Task,
-    parameters: Sequence[torch.Tensor],
-    limit: SizeLimit,
-    optimizations: Callable[[], contextlib.AbstractContextManager[None]],
-    proofs: Proofs,
-) -> StepResult:
-    """Adds the gradient to ``.grad``; after an exception everything is unchanged."""
-    check_hooks(parameters)
-    progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
-    with gradients_aside():
-        before = Before(task.model, task.loss_fn, parameters)
-        retries = Retries(splittable, limit, before.restore, progress, reducer)
-        for parts in retries:
-            with retries:
-                kept, replay = proofs.look(task, parts, parameters, optimizations, before.snapshot)
-                outcome = _attempt(kept, parts, parameters, progress, before, optimizations)
-                if replay is not None:
-                    proofs.conclude(task, replay, outcome.sums)
-        before.commit_()
-    result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
-    result.proof, result.layout = proofs.latest, splittable.outline()
-    return result
+def _proofs(own: Options) -> Proofs:
+    others = own.loss_fn, own.count, own.collate, own.batch_norm, own.dropout, own.autocast
+    return proofs_of(own.verify, own.model, *others)
 
 
-def _attempt(
-    task: Task,
-    parts: list[Part],
-    parameters: Sequence[torch.Tensor],
-    progress: Progress,
-    before: "Before",
-    optimizations: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Outcome:
-    only = task.settings.inputs
-    outside = before.take_off()  # a failed attempt must not leave anything in the gradients that were there
-    with optimizations():
-        weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
-    task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)
-    check_model_was_used(task.model, only, sums)
-    before.sum_()
-    return Outcome(weights, sums, parts, "the count of the whole batch is 0" if weights.is_empty else "")
+class Gradient(Engine):
+    """Adds the gradient of logical batches to ``.grad``; after an exception everything is unchanged."""
+
+    joined = 1
+    """Logical batches that a trainer joins to one, of which each call gets one."""
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Adds the gradient of a logical batch to ``.grad``.
+
+        Raises:
+            BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
+        """
+        self._intercept(batch)
+        self._follow_model()
+        parameters, reducer, batch_norm = self._parameters(), self._settings.reducer, self._options.batch_norm
+        with reducer.call("backward", parameters, adds=True, settings=self._alike):
+            splittable = self._splittable(batch)
+            task = self._task(splittable)
+            self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
+            if is_of_part and batch_norm == "refuse":
+                refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
+            with self._planned(splittable):
+                result = self._run(task, parameters)
+        self._limit.resolve(splittable.largest)
+        result.plan = None if self._follower is None else self._follower.plan
+        return result
+
+    def prove(self, batch: Any) -> "Proof | None":
+        """Proves the split of a logical batch; see the function of this name."""
+        splittable, parameters = self._splittable(batch), self._parameters()
+        with gradients_aside():
+            before = Before(self.model, self.loss_fn, parameters)
+            try:
+                parts, task = splittable.plan(self._limit.value), self._task(splittable)
+                self._proofs.look(task, parts, parameters, contextlib.nullcontext, before.snapshot)
+            finally:
+                before.restore()
+        return self._proofs.latest
+
+    def _run(self, task: Task, parameters: Sequence[torch.Tensor]) -> StepResult:
+        check_hooks(parameters)
+        progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
+        with gradients_aside():
+            before = Before(task.model, task.loss_fn, parameters)
+            retries = Retries(splittable, self._limit, before.restore, progress, reducer)
+            for parts in retries:
+                with retries:
+                    kept, replay = self._proofs.look(task, parts, parameters, self._optimizations, before.snapshot)
+                    outcome = self._attempt(kept, parts, parameters, progress, before)
+                    if replay is not None:
+                        self._proofs.conclude(task, replay, outcome.sums)
+            before.commit_()
+        result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
+        result.proof, result.layout = self._proofs.latest, splittable.outline()
+        return result
+
+    def _attempt(
+        self, task: Task, parts: list[Part], parameters: Sequence[torch.Tensor], progress: Progress, before: "Before"
+    ) -> Outcome:
+        only = task.settings.inputs
+        outside = before.take_off()  # a failed attempt must not leave anything in the gradients that were there
+        with self._optimizations():
+            weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
+        task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)
+        check_model_was_used(task.model, only, sums)
+        before.sum_()
+        return Outcome(weights, sums, parts, "the count of the whole batch is 0" if weights.is_empty else "")
+
+    def _parameters(self) -> list[torch.Tensor]:
+        inputs = self._options.inputs
+        return parameters_of(self.model, self.loss_fn) if inputs is None else list(inputs)
+
+    def _clear(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _alike(self) -> dict[str, str]:
+        """Settings that have to be equal on all ranks."""
+        from anybatch.update.boundary import settings_of
+
+        return settings_of(self._beside.get("optimizers", ()), (), self._beside.get("clip_norm"))
 
 
-@contextlib.contextmanager
-def _followed(
-    plan: "Plan | None", options: Options, task: Task
-) -> Iterator[tuple[SizeLimit, Callable[[], contextlib.AbstractContextManager[None]]]]:
-    """Yields the limit of the micro-batch size and a context that applies the plan's memory optimizations."""
-    if plan is None:
-        yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
-        return
-    from anybatch.planning.following import Follower
-    from anybatch.planning.subjects import Subject
+class RepeatedBackward(Gradient):
+    """Adds the gradient of each logical batch to ``.grad``, and keeps micro-batch sizes and plans between batches.
 
-    subject = Subject.of(options, task.settings, task.splittable)
-    follower = Follower(lambda _: subject, memory=None, plan=plan)
-    try:
-        follower.prepare(task.splittable, lambda: None)
-        yield follower.limit, lambda: follower.applied(task.model)
-    finally:
-        follower.release()
+    It is for trainers, which own the update. Arguments that are not described here are those of ``anybatch.backward``
+    and ``anybatch.TrainStep``.
 
+    Args:
+        optimizers: whose state the plan includes.
+        clip_norm: what the trainer clips the gradient norm to, whose memory a plan includes; ``None`` for no clipping.
+        scaler: scales the losses; the trainer unscales.
 
-def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:
-    """Passes the arguments to a command that waits for the first call, and what is trained to an attached doctor."""
-    handler = interception.first_call.get()  # which a command that has loaded this before may have replaced
-    if handler is not None:
-        arguments = options.told() | {"micro_batch_size": micro_batch_size} | others
-        handler(Call(options.model, options.loss_fn, batch, arguments))
-    if watchers:
-        announce(options.model, options.loss_fn, others.get("optimizer") or options.optimizer)
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> gradient = RepeatedBackward(model, lambda model, batch: model(batch).mean(), micro_batch_size=8)
+        >>> [gradient(torch.ones(rows, 3)).micro_batches for rows in (22, 8)]
+        [3, 1]
+    """
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFunction,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        clip_norm: float | None = None,
+        verify: Verify = "first",
+        **options: Any,
+    ) -> None:
+        own = Options(model=model, loss_fn=loss_fn, verify=verify, **options)
+        optimizers = optimizers_of(optimizers) if optimizers else []
+        super().__init__(own, Proofs(verify), optimizers=optimizers, clip_norm=clip_norm)
 
-def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
-    """``parallel.ranks.reducer_for``, which is not imported where there is no process group."""
-    if (group is None or group is False) and not (dist.is_available() and dist.is_initialized()):
-        return ALONE
-    from anybatch.parallel.ranks import reducer_for
+    def __call__(self, batch: Any) -> StepResult:
+        """Adds the gradient of a logical batch; of one that counts nothing a gradient of zeros, under a scaler."""
+        result, scaler = super().__call__(batch), self._settings.scaler
+        if result.skipped and scaler is not None:
+            scaler.scale(torch.zeros((), device=self._settings.device))  # a scaler that never scaled can't step
+            parameters = self._parameters()
+            if all(parameter.grad is None for parameter in parameters):  # nor one that finds no gradient
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+        return result
 
-    return reducer_for(model, group, device, before)
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes and the plan, as plain values; a run resumed from them is bitwise the same."""
+        plan = None if self._follower is None else self._follower.state_dict()
+        return {"limit": self._limit.state_dict(), "plan": plan}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from what ``state_dict`` returned.
+
+        Raises:
+            BatchError: the state is malformed; nothing was loaded.
+        """
+        load_whole(self._load_whole, state, self.state_dict(), GradientState, name=type(self).__name__)
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        with part("plan"):
+            if self._follower is not None and state["plan"] is not None:
+                self._follower.load_state_dict(state["plan"])
+        if (self._follower is None) == (state["plan"] is None):  # a size from a plan says nothing without one
+            self._limit.load_state_dict(state["limit"])
 
 
 def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] | None, sums: Sums) -> None:

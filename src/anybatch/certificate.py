@@ -14,13 +14,12 @@ from anybatch.interception import unobserved
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.weights import Count
-from anybatch.options import BatchNormPolicy, Options
+from anybatch.options import BatchNormPolicy, Options, refuse_parts
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.records.plans import Plan
 from anybatch.tensors.modules import device_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import Task
 
 

@@ -20,6 +20,7 @@ from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count, check_count
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.precision import AccumulatePolicy
+from anybatch.tensors.shards import is_sharded
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -361,6 +362,15 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
         raise BatchError(
             "a process group and devices= were given; expected one of them: under torchrun each process has one "
             "device, so leave devices= out; or pass group=False, so that this process reduces over its devices only"
+        )
+
+
+def refuse_parts(model: torch.nn.Module, verb: str) -> None:
+    """Refuses a model of which this rank has a part only."""
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise BatchError(
+            f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, or on "
+            "one process with a model of its own"
         )
 
 

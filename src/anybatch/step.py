@@ -1,31 +1,28 @@
 """TrainStep: one optimizer step for each logical batch, in as many micro-batches as memory needs."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from anybatch.accelerators import release_cache
-from anybatch.backpropagation import check_model_was_used, intercept, reducer_of
+from anybatch.backpropagation import check_model_was_used
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
+from anybatch.engine import Engine
 from anybatch.errors import BatchError, NotSplittable, warn
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction, as_over_time
 from anybatch.loss.sums import Sums, total_of
 from anybatch.loss.weights import Count, Weights
-from anybatch.observing import Observer
 from anybatch.options import (
     BatchNormPolicy,
     Options,
     Verify,
-    check_devices,
     check_hooks,
     check_steps_on_inputs,
     optimizers_of,
@@ -34,7 +31,7 @@ from anybatch.options import (
 from anybatch.records.layouts import BatchLayout
 from anybatch.records.results import StepResult
 from anybatch.records.tunings import BatchAdvice
-from anybatch.tensors.modules import device_of, devices_of, modules_behind
+from anybatch.tensors.modules import devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.boundary import Boundary
@@ -47,13 +44,25 @@ from anybatch.update.weakmethods import Owner, weak_method
 if TYPE_CHECKING:
     from anybatch.parallel.devices import Devices
     from anybatch.planning.observing import AnyFollower
-    from anybatch.planning.subjects import Subject
     from anybatch.records.plans import Plan
 
 logger = logging.getLogger(__name__)
 
 
-class TrainStep:
+class Observer(Protocol):
+    """A function that a step calls after each logical batch, for recorders and progress bars.
+
+    Example:
+        >>> def observer(step: TrainStep, result: StepResult) -> None:
+        ...     history.append((step.updates, result))
+        >>> history = []
+    """
+
+    def __call__(self, step: "TrainStep", result: StepResult) -> None:
+        """Receives the step and the result of its latest logical batch."""
+
+
+class TrainStep(Engine):
     """Runs one optimizer step per logical batch, with the gradient of the whole batch.
 
     A call zeroes the gradients, runs the micro-batches, unscales, clips, and steps the optimizers, the scaler and the
@@ -121,6 +130,8 @@ class TrainStep:
         (3, 22, 1)
     """
 
+    _verb = "TrainStep"
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -150,19 +161,17 @@ class TrainStep:
         closure: bool | None = None,
         verify: Verify = "first",
     ) -> None:
-        self._options = options = Options(
+        options = Options(
             model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, memory=memory, plan=plan, count=count,
             broadcast=broadcast, layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler,
             inputs=inputs, batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group, verify=verify,
             optimizer=optimizers_of(optimizer), clip_norm=clip_norm, scheduler=scheduler, recorder=recorder,
             blocks=blocks,
         )  # fmt: skip
-        self.model, self.loss_fn = model, loss_fn
-        self._optimizers, self._settings = options.optimizer, options.settings(makes_scaler=True)
-        self._follower = self._following(memory, plan)
-        self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
+        several = _read_devices(devices, model, loss_fn)
+        super().__init__(options, Proofs(verify), devices=several, makes_scaler=True)
+        self._optimizers = options.optimizer
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        self._placements = _read_devices(devices, model, loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, options.inputs)
         self._boundary = Boundary(
@@ -177,7 +186,6 @@ class TrainStep:
         follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
-        self._proofs = Proofs(self._options.verify)
         self._known: tuple[list[int], list[torch.Tensor]] = [], []
         self._devices = devices_of(self.model)
         self._generators: tuple[int, list[Any]] = 0, []
@@ -186,12 +194,11 @@ class TrainStep:
         self.updates = self.skipped = self.samples = 0
         self.layout: BatchLayout | None = None
 
-    def _following(self, memory: Any, plan: "Plan | None") -> "AnyFollower | None":
-        if memory is None and plan is None:
-            return None
+    def _following(self) -> "AnyFollower":
         from anybatch.planning.observing import follower_for
 
-        return follower_for(self.model, weak_method(self._subject), memory=memory, plan=plan)
+        options = self._options
+        return follower_for(self.model, weak_method(self._subject), memory=options.memory, plan=options.plan)
 
     def __call__(self, batch: Any) -> StepResult:
         """Trains on one logical batch.
@@ -213,7 +220,7 @@ class TrainStep:
         An exception after the update, from a scheduler or the recorder, has the note "the update was applied
         (updates=n)": passing the same batch again would count it twice.
         """
-        intercept(self._options, batch, self._limit.ceiling)
+        self._intercept(batch)
         self._claim()
         before = self.updates
         try:
@@ -418,33 +425,8 @@ class TrainStep:
             self._known = known, list(found.values())
         return self._known[1]
 
-    def _planned(self, splittable: Splittable) -> AbstractContextManager[None]:
-        """A context that applies the plan for this batch, if plans are made."""
-        if self._follower is None:
-            return contextlib.nullcontext()
-        from anybatch.planning.following import followed
-
-        return followed(self._follower, splittable, self._boundary.zero_, self._settings.device, self._placements)
-
-    def _task(self, splittable: Splittable, before: Snapshot) -> Task:
-        options = self._options
-        return Task(
-            self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
-            self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._placements,
-            optimizations=None if self._placements is None or self._follower is None else self._follower.applied,
-            modules=before.models, every_module=before.modules,
-        )  # fmt: skip
-
-    def _subject(self, splittable: Splittable) -> "Subject":
-        """What a plan is made for."""
-        from anybatch.planning.subjects import Subject
-
-        return Subject.of(self._options, self._settings, splittable, devices=self._placements)
-
-    def _optimizations(self) -> AbstractContextManager[None]:
-        if self._follower is None or self._placements is not None:  # each of several devices applies its own
-            return contextlib.nullcontext()
-        return self._follower.applied(self.model)
+    def _clear(self) -> None:
+        self._boundary.zero_()
 
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
@@ -453,25 +435,6 @@ class TrainStep:
 
             self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
-
-    def _follow_model(self) -> None:
-        """Updates device and process group: the model may have been moved or wrapped since the last call."""
-        settings, group, device = self._settings, self._options.group, device_of(self.model)
-        if settings.device != device:
-            settings.device, self._devices = device, devices_of(self.model)
-        settings.reducer = reducer_of(self.model, group, device, settings.reducer)
-        if self._placements is not None:
-            check_devices(
-                [placement.device for placement in self._placements.placements], self._follower, settings.reducer, group
-            )
-            self._placements.check(self.model, self.loss_fn)
-
-    def _splittable(self, batch: Any) -> Splittable:
-        found = self._options.splittable(
-            batch, may_be_empty=self._settings.reducer.is_shared, is_planned=self._follower is not None
-        )
-        found.most = None if self._placements is None else self._placements.most(found)
-        return found
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
         """The batch's layout and the snapshot; if memory runs out, once more after gradients and cache are freed."""

@@ -15,7 +15,7 @@ from torch import nn
 import anybatch
 from accelerator import sim
 from anybatch.accelerators import segments_of
-from anybatch.memory.allocator import CachingAllocator, Segment
+from anybatch.memory.allocator import CachingAllocator
 from anybatch.records.plans import PlanRow
 
 MIB = 2**20
@@ -248,10 +248,7 @@ def test_the_model_goes_on_from_what_the_device_holds(device: Any, seed: int, ex
     assert found is not None
     assert all(one.is_expandable is expandable for one in found)
     model = CachingAllocator(expandable=expandable)
-    model.adopt(
-        Segment(one.is_small, one.stream, tuple((b.size, b.is_used) for b in one.blocks), one.blocks[0].address)
-        for one in found
-    )
+    model.adopt(found)
     new: dict[int, torch.Tensor] = {}
     for number in range(200):
         stats = device.stats(1)

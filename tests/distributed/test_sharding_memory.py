@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import anybatch
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.planning.observing import Observing
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.shards import local_of
 from planning_referee import Referee, alive_in
 from ranks_running import Case, assert_same_everywhere, raised

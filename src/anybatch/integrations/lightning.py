@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.batch.counting import count_samples
 from anybatch.errors import BatchError
 from anybatch.integrations.attached import AttachedDoctor
@@ -16,7 +17,6 @@ from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.options import BatchNormPolicy, Verify
 from anybatch.records.means import Mean
 from anybatch.records.results import StepResult
-from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.modules import modules_of
 
 try:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from anybatch.doctor.live import sentence_of
 from anybatch.errors import BatchError
 from anybatch.integrations.progress import is_first_rank
-from anybatch.observing import Observer
 from anybatch.records.findings import Finding
 from anybatch.records.results import StepResult
 
 if TYPE_CHECKING:
-    from anybatch.step import TrainStep
+    from anybatch.step import Observer, TrainStep
 
 Sink = Callable[[dict[str, float], int], None]
 """A function of the numbers of an update, by name, and of the number of updates so far."""
@@ -92,7 +91,7 @@ class Observers:
         True
     """
 
-    def __init__(self, *observers: Observer) -> None:
+    def __init__(self, *observers: "Observer") -> None:
         self._observers = observers
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:

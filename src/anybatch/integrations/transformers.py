@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from anybatch.accelerators import release_cache
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.batch.counting import count_samples
 from anybatch.batch.windowing import Window
 from anybatch.errors import BatchError, warn
 from anybatch.integrations.attached import AttachedDoctor
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.options import BatchNormPolicy, Verify
-from anybatch.repeated import RepeatedBackward
 
 try:
     import transformers

@@ -4,22 +4,14 @@ import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+
+from anybatch.accelerators import TakenSegment
 
 ROUND = 512
 SMALL = 2**20
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
 _LARGE, _ROUND_LARGE = 10 * 2**20, 2 * 2**20
 _ADDRESSES = 2**20 * _LARGE_SEGMENT  # of an expandable segment: more than any device has bytes
-
-
-class Segment(NamedTuple):
-    """A segment: contiguous bytes from the device."""
-
-    is_small: bool  # whether it is for blocks of at most 1 MiB
-    stream: int  # whose blocks it holds
-    blocks: tuple[tuple[int, bool], ...]  # sizes in order, and whether each is taken
-    address: int = 0  # where it begins, which tells what pages of an expandable segment have memory
 
 
 class _Block:
@@ -91,20 +83,20 @@ class CachingAllocator:
         self._at: dict[int, _Block] = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
 
-    def adopt(self, segments: Iterable[Segment]) -> None:
+    def adopt(self, segments: Iterable[TakenSegment]) -> None:
         """Starts from the segments that an allocator holds, after it returned what is free."""
         last: _Block | None = None
         end, pool = 0, (False, -1)
-        for segment in sorted(segments, key=lambda one: (one.is_small, one.stream, one.address)):
+        for segment in sorted(segments, key=lambda one: (one.is_small, one.stream, one.blocks[0].address)):
             own = segment.is_small, segment.stream
             if last is None or not self._expandable or own != pool:
                 self._close(last)
                 last = None
-            elif segment.address > end:
-                last = self._append(last, segment.address - end, *own, is_mapped=False)
-            for size, is_used in segment.blocks:
-                last = self._append(last, size, *own, is_used=is_used)
-            end, pool = segment.address + sum(size for size, _ in segment.blocks), own
+            elif segment.blocks[0].address > end:  # which pages of an expandable segment have memory
+                last = self._append(last, segment.blocks[0].address - end, *own, is_mapped=False)
+            for block in segment.blocks:
+                last = self._append(last, block.size, *own, is_used=block.is_used)
+            end, pool = segment.blocks[-1].address + segment.blocks[-1].size, own
         self._close(last)
         self.release()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved

@@ -1,6 +1,7 @@
 """Applies all memory optimizations of a plan to a model, and removes them together."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -9,7 +10,6 @@ from anybatch.memory.checkpointing import recompute as recompute_blocks
 from anybatch.memory.losschunks import Applied, chunk_loss
 from anybatch.memory.offloading import HostPool
 from anybatch.memory.offloading import offload as offload_blocks
-from anybatch.memory.places import Handle
 
 
 def apply_optimizations(
@@ -42,17 +42,11 @@ def apply_optimizations(
         raise BatchError(f"loss_chunks is {loss_chunks!r}; expected a whole number from 1 on")
     if loss_chunks > 1 and not head:
         raise BatchError(f"loss_chunks is {loss_chunks}, and no head is named; expected the name of the output layer")
-    handles: list[Handle] = []
-    try:
-        if loss_chunks > 1:
-            handles.append(chunk_loss(model, head, loss_chunks))
+    with ExitStack() as stack:
+        applied = stack.enter_context(chunk_loss(model, head, loss_chunks) if loss_chunks > 1 else Applied())
         if recompute:
-            handles.append(recompute_blocks(model, recompute))
+            applied.callback(recompute_blocks(model, recompute).remove)
         if offload:
-            handles.append(offload_blocks(model, offload, pool=pool, simulate=simulate_offload))
-    except BaseException:
-        for handle in reversed(handles):
-            handle.remove()
-        raise
-    layer = next((handle.head for handle in handles if isinstance(handle, Applied)), None)
-    return Applied([handle.remove for handle in handles], layer)
+            applied.callback(offload_blocks(model, offload, pool=pool, simulate=simulate_offload).remove)
+        stack.pop_all()
+        return applied

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.contents import Contents
 from anybatch.memory.places import Handle, places_of
-from anybatch.memory.replay import Surroundings
+from anybatch.memory.replay import Surroundings, copied
 from anybatch.tensors.graph import is_transformed, recomputing
 from anybatch.tensors.shards import is_sharded
 
@@ -119,8 +118,11 @@ class Checkpoint:
             return checkpoint(call.on_kept, use_reentrant=False, preserve_rng_state=False)
 
     @contextmanager
-    def first(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    def first(self, devices: Iterable[torch.device] = ()) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Runs its block for the first time, for whoever runs it again himself.
+
+        Args:
+            devices: where it draws random numbers as well.
 
         Returns:
             A context, whose value makes the one in which the same runs as if it were the first time: with the random
@@ -135,7 +137,7 @@ class Checkpoint:
                 "that they exist: call the model once under torch.no_grad() before",
                 block=self.name,
             )
-        surroundings, state = Surroundings(self.devices), State(self)
+        surroundings, state = Surroundings({*self.devices, *devices}), State(self)
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -184,7 +186,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Slot:
-    """The place of a tensor among the arguments."""
+    """The place of a tensor among the arguments; no dataclass, which would be looked into as a container is."""
 
     __slots__ = ("index",)
 
@@ -199,37 +201,32 @@ class _Call:
         what.refuse_hidden_dropout()
         self._what, self._function = what, function
         self._first: Any = (args, kwargs)
-        tensors, objects = list[torch.Tensor](), list[Any]()
+        tensors, copies = list[torch.Tensor](), dict[int, tuple[Any, Any]]()
         slots: dict[int, _Slot] = {}
 
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                objects.append(leaf)  # which a block may write to, as to a cache of keys and values
-                return leaf
+                return copied(leaf, copies)  # which a block may write to, as to a cache of keys and values
             if id(leaf) not in slots:  # a tensor that is there twice stays one: attention looks at `query is key`
                 slots[id(leaf)] = _Slot(len(tensors))
                 tensors.append(leaf)
             return slots[id(leaf)]
 
         self._arguments = map_leaves(slot, (args, kwargs))
-        self._contents = Contents(objects)
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
-        held = (one for one in (*tensors, *what.tensors()) if isinstance(one, torch.Tensor))
-        self._surroundings = Surroundings({*what.devices, *(one.device for one in held)})
-        self._state = State(what)
+        self._devices = {one.device for one in (*tensors, *what.tensors())}
+        self._again: Callable[[], AbstractContextManager[None]]
 
     def on_kept(self) -> Any:
         """Runs the function on its arguments; the second time torch stops it as soon as it has what it needs."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            output = self._function(*args, **kwargs)
-            self._surroundings.end_forward()
-            self._state.end_forward()
-            return output
+            with self._what.first(self._devices) as self._again:
+                return self._function(*args, **kwargs)
         args, kwargs = self._kept()
         _last_run[:] = [(self._what.title, self._what.name)]
-        with self._surroundings.again(), self._state.as_before(), self._contents.as_noted(), recomputing():
+        with self._again():
             self._function(*args, **kwargs)
         raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
 
@@ -245,8 +242,9 @@ class _Call:
                     block=self._what.name,
                 ) from error
             raise
+        copies: dict[int, tuple[Any, Any]] = {}  # of those from before, since a graph that stays runs again
         arguments: tuple[Any, Any] = map_leaves(
-            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else leaf, self._arguments
+            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else copied(leaf, copies), self._arguments
         )
         return arguments
 

@@ -6,7 +6,7 @@ operation computes the ordinary logits first.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, BatchError
-from anybatch.memory.chunks import Task, chunked_cross_entropy, refuse_second_derivative
+from anybatch.memory.chunks import CrossEntropy, refuse_second_derivative
+from anybatch.memory.offloading import is_plain
 from anybatch.memory.places import Handle, Layered, places_of
 from anybatch.memory.replay import Autocast
 from anybatch.tensors.dispatch import unseen
@@ -49,8 +50,9 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "Applied":
             f"the head {head!r} is a {type(linear).__name__}; expected a torch.nn.Linear with its own forward, whose "
             "result goes into the cross-entropy"
         )
-    layer = _Head(linear, chunks)
-    return Applied([place.put_on(layer)], layer)
+    applied = Applied()
+    applied.callback(place.put_on(_Head(linear, chunks, applied)))
+    return applied
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -64,30 +66,21 @@ def is_linear(module: torch.nn.Module) -> bool:
 
 
 class Applied(Handle):
-    """Takes memory optimizations off, and counts the uses of a loss in chunks, if there is one among them."""
+    """Takes memory optimizations off, and counts the uses of a loss in chunks, if there is one among them.
 
-    def __init__(self, undo: Iterable[Callable[[], None]], head: "_Head | None") -> None:
-        super().__init__(undo)
-        self.head = head
+    Attributes:
+        taken: how many calls of the cross-entropy were computed in chunks.
+        computed: how many times all logits were computed after all, since something else looked at them.
+    """
 
-    @property
-    def taken(self) -> int:
-        """How many calls of the cross-entropy were computed in chunks."""
-        return 0 if self.head is None else self.head.taken
-
-    @property
-    def computed(self) -> int:
-        """How many times all logits were computed after all, since something else looked at them."""
-        return 0 if self.head is None else self.head.computed
+    taken = computed = 0
 
 
 class _Head:
     """The layer around the head."""
 
-    def __init__(self, linear: Any, chunks: int) -> None:
-        self.chunks = chunks
-        self.taken = self.computed = 0
-        self._linear = linear
+    def __init__(self, linear: Any, chunks: int, uses: Applied) -> None:
+        self.chunks, self.uses, self._linear = chunks, uses, linear
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = args[0] if args else kwargs.get("input")
@@ -100,21 +93,12 @@ class _Head:
         return LazyLogits.of(Product(hidden, weight, bias, dtype, self))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_made_of_others = hasattr(tensor, "__tensor_flatten__")  # such as a part of a tensor that lies on several devices
-    return (
-        tensor.is_floating_point()
-        and tensor.layout is torch.strided
-        and not (is_made_of_others or tensor.is_inference())
-    )
-
-
 def _dtype(hidden: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype | None:
     """In which dtype the layer computes; ``None`` for what is left to the layer itself."""
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_transformed():
         return None
-    if not all(isinstance(t, torch.Tensor) and _is_plain(t) for t in tensors):
+    if not all(isinstance(t, torch.Tensor) and t.is_floating_point() and is_plain(t) for t in tensors):
         return None
     dtypes = {t.dtype for t in tensors}
     kind = hidden.device.type
@@ -180,7 +164,7 @@ class Product:
             self.check()
             with torch.set_grad_enabled(self.with_gradient), self.autocast.again():
                 self._result = F.linear(self.hidden, self.weight, self.bias)
-            self.head.computed += 1
+            self.head.uses.computed += 1
         return self._result
 
     def add_view(self, view: "LazyLogits") -> None:
@@ -336,16 +320,16 @@ def _cross_entropy(
     if target.device != input.device or (weight is not None and weight.requires_grad):
         return None
     product.check()
-    task = Task(
+    chunked = CrossEntropy(
         target=target, class_weights=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing, chunks=product.head.chunks, dtype=product.dtype, casts=input.casts,
         autocast=Autocast({"cpu", input.device.type}),
     )  # fmt: skip
     rows = input.rows.reshape(-1, input.rows.shape[-1])
     with torch.set_grad_enabled(torch.is_grad_enabled() and product.with_gradient):
-        loss = chunked_cross_entropy(task, rows, product.weight, product.bias)
+        loss = chunked(rows, product.weight, product.bias)
     product.is_taken = True
-    product.head.taken += not in_backward()  # a block that is recomputed takes its loss again
+    product.head.uses.taken += not in_backward()  # a block that is recomputed takes its loss again
     return loss
 
 

@@ -43,6 +43,13 @@ _ROOMY = (
     torch.ops.aten.soft_margin_loss,
 )
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""What holds the numbers of a sparse tensor, by its layout."""
+
 
 class OverBudget(Exception):  # not an error of the user's: whoever set the limit takes another way
     """More would be alive than is allowed: so many bytes at least."""
@@ -124,15 +131,7 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too
         return [storage for one in inner if isinstance(one, torch.Tensor) for storage in storages_of(one)]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return [part.untyped_storage() for part in parts]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        return [part.untyped_storage() for part in parts]
-    return []
+    return [getattr(tensor, part)().untyped_storage() for part in _PARTS.get(tensor.layout, ())]
 
 
 def held_by(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

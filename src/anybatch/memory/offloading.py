@@ -4,7 +4,8 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,19 +31,6 @@ def size_class(size: int) -> int:
         return _LEAST_BUFFER
     step = 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
-
-
-class Layout(NamedTuple):
-    """The layout of a tensor on the device."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor like it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class HostPool:
@@ -82,16 +70,16 @@ class HostPool:
             raise
         return host
 
-    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+    def back(self, kept: Any, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Starts to copy to a new tensor on the device; returns it and a handle for ``wait``."""
-        brought = like.empty()
-        source = _part(kept, brought.numel(), like.dtype).view(like.size)
-        if not has_streams(like.device):
+        brought = make()
+        source = _part(kept, brought.numel(), brought.dtype).view(brought.shape)
+        if not has_streams(brought.device):
             brought.copy_(source)
             return brought, None
-        stream = self._stream(like.device)
+        stream = self._stream(brought.device)
         # What the computation has yet to do may still use the memory of the new tensor.
-        stream.wait_stream(current_stream(like.device))
+        stream.wait_stream(current_stream(brought.device))
         with running_in(stream):
             brought.copy_(source, non_blocking=True)
         brought.record_stream(stream)  # it may be dropped before anyone has waited for it
@@ -147,9 +135,9 @@ class Simulated(HostPool):
     def out(self, tensor: torch.Tensor) -> Any:
         """Keeps nothing."""
 
-    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+    def back(self, kept: Any, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Gives an empty tensor."""
-        return like.empty(), None
+        return make(), None
 
     def drop(self, kept: Any, device: torch.device) -> None:
         """Nothing to free."""
@@ -179,23 +167,7 @@ def offload(
     """
     places = places_of(model, names)
     traffic = _Traffic(model, Simulated() if simulate else pool or HostPool())
-    return Handle([place.put_on(_Offloaded(traffic)) for place in places])
-
-
-class _Offloaded:
-    """The layer around a block."""
-
-    def __init__(self, traffic: "_Traffic") -> None:
-        self._traffic = traffic
-
-    def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-            return inner(*args, **kwargs)
-        if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
-            with saved_tensors_hooks(_stay, _same):
-                return inner(*args, **kwargs)
-        with saved_tensors_hooks(self._traffic.next_call().pack, _unpack):
-            return inner(*args, **kwargs)
+    return Handle([place.put_on(traffic) for place in places])
 
 
 def _stay(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,40 +178,30 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _unpack(packed: "_Packed | _Stayed") -> torch.Tensor:
-    return packed.unpack()
+def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return bring()
 
 
 class _Traffic:
-    """All calls of the blocks, in the order of the forward."""
+    """The layer around each of the blocks, and what their calls have on the host."""
 
     def __init__(self, model: torch.nn.Module, pool: HostPool) -> None:
         self.pool = pool
         # Simulated on a small batch for the sake of a large one, where what has few bytes here has many.
         self.smallest = 0 if isinstance(pool, Simulated) else SMALLEST
-        self.entries: dict[Any, weakref.ref[_Entry]] = {}
+        self.entries: weakref.WeakValueDictionary[Any, _Entry] = weakref.WeakValueDictionary()
+        self.latest: weakref.ref[_Call] | None = None  # that sent something
         self._model = model
-        self._calls: list[weakref.ref[_Call]] = []
         self._staying: set[int] | None = None
 
-    def next_call(self) -> "_Call":
-        """The call that begins now."""
-        self._calls = [call for call in self._calls if call() is not None]
-        self.entries = {key: entry for key, entry in self.entries.items() if entry() is not None}
-        call = _Call(self)
-        self._calls.append(weakref.ref(call))
-        return call
-
-    def fetch_before(self, call: "_Call") -> None:
-        """Asks for the tensors of the call before one."""
-        earlier: _Call | None = None
-        for ref in self._calls:
-            found = ref()
-            if found is call:
-                break
-            earlier = found if found is not None else earlier
-        if earlier is not None:
-            earlier.fetch()
+    def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+            return inner(*args, **kwargs)
+        if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
+            with saved_tensors_hooks(_stay, _same):
+                return inner(*args, **kwargs)
+        with saved_tensors_hooks(_Call(self).pack, _unpack):
+            return inner(*args, **kwargs)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter or a buffer."""
@@ -257,33 +219,42 @@ class _Call:
     def __init__(self, traffic: _Traffic) -> None:
         self._traffic = traffic
         self._entries: list[weakref.ref[_Entry]] = []
-        self._is_asked_for = False
+        self._earlier: weakref.ref[_Call] | None = None  # the last one before it that sent something
+        self._has_sent = self._is_asked_for = False
 
-    def pack(self, tensor: torch.Tensor) -> "_Packed | _Stayed":
-        """Sends a tensor to the host, or lets it stay."""
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sends a tensor to the host, or lets it stay; gives what brings it."""
         traffic = self._traffic
         if not is_plain(tensor) or tensor.nbytes < traffic.smallest or (tensor.is_leaf and tensor.requires_grad):
-            return _Stayed(tensor)
+            return partial(_stayed, tensor.detach(), _version(tensor))
         storage = tensor.untyped_storage()
         is_whole = 4 * tensor.nbytes >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
         if traffic.stays(storage) or not (is_whole or 0 not in tensor.stride()):
-            return _Stayed(tensor)
+            return partial(_stayed, tensor.detach(), _version(tensor))
         part = None if is_whole else (tensor.storage_offset(), tensor.size(), tensor.stride())
         key = (storage._cdata, tensor.dtype, part)
-        ref = traffic.entries.get(key)
-        entry = None if ref is None else ref()
+        entry = traffic.entries.get(key)
         if entry is None or not entry.is_of(storage, tensor._version):
-            entry = _Entry(tensor, storage, part is None, traffic.pool)
-            traffic.entries[key] = weakref.ref(entry)
+            entry = traffic.entries[key] = _Entry(tensor, storage, part is None, traffic.pool)
             self._entries.append(weakref.ref(entry))
-        return _Packed(self, entry, tensor, part is None)
+        if not self._has_sent:
+            self._has_sent, self._earlier, traffic.latest = True, traffic.latest, weakref.ref(self)
+        entry.share()
+        view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if part is None else None
+        return partial(self._bring, entry, view, _changes_of(tensor))
 
-    def begin_backward(self) -> None:
-        """Asks for the tensors of the call before this one, once."""
+    def _bring(self, entry: "_Entry", view: Any, changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor:
+        """Brings a tensor back; the first time also asks for all of this call, and of the one before it."""
+        for ref, version in changes:
+            if (found := ref()) is not None and found._version != version:
+                raise _changed()
         if not self._is_asked_for:
             self._is_asked_for = True
             self.fetch()
-            self._traffic.fetch_before(self)
+            if self._earlier is not None and (earlier := self._earlier()) is not None:
+                earlier.fetch()
+        brought = entry.take()
+        return brought if view is None else brought.as_strided(*view)
 
     def fetch(self) -> None:
         """Asks for all tensors of this call."""
@@ -296,8 +267,6 @@ class _Call:
 class _Entry:
     """A storage, or a part of one, on the host."""
 
-    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_pool", "_source", "_taken", "_uses", "_version")
-
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, pool: HostPool) -> None:
         self._kept: Any = None  # before anything that may run out of memory
         self._uses = self._taken = 0
@@ -306,11 +275,11 @@ class _Entry:
         self._source, self._version = weakref.ref(storage), tensor._version
         self._brought: tuple[torch.Tensor, Any] | None = None
         if is_whole:
-            sent = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            self._like = Layout(sent.size(), (1,), sent.dtype, sent.device)
+            sent = tensor = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
         else:  # made dense where it was computed, so that the copy to the host is one piece
-            self._like = Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
             sent = tensor.contiguous()
+        size, stride, self._device = tensor.size(), tensor.stride(), tensor.device
+        self._make = partial(torch.empty_strided, size, stride, dtype=tensor.dtype, device=self._device)
         self._kept = pool.out(sent)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
@@ -320,7 +289,7 @@ class _Entry:
     def fetch(self) -> tuple[torch.Tensor, Any]:
         """Begins to bring it back."""
         if self._brought is None:
-            self._brought = self._pool.back(self._kept, self._like)
+            self._brought = self._pool.back(self._kept, self._make)
         return self._brought
 
     def share(self) -> None:
@@ -330,7 +299,7 @@ class _Entry:
     def take(self) -> torch.Tensor:
         """Gives it to the backward; lets go of it when everyone who saved it has had it."""
         brought, arrival = self.fetch()
-        self._pool.wait(arrival, self._like.device)
+        self._pool.wait(arrival, self._device)
         self._taken += 1
         if self._taken >= self._uses:  # the graph may stay, for a second backward
             self._brought, self._taken = None, 0
@@ -338,43 +307,13 @@ class _Entry:
 
     def __del__(self) -> None:
         if self._kept is not None:
-            self._pool.drop(self._kept, self._like.device)
+            self._pool.drop(self._kept, self._device)
 
 
-class _Packed:
-    """Stands for a saved tensor that is on the host."""
-
-    __slots__ = ("_call", "_changes", "_entry", "_view")
-
-    def __init__(self, call: _Call, entry: _Entry, tensor: torch.Tensor, is_whole: bool) -> None:
-        self._call = call
-        self._entry = entry
-        entry.share()
-        self._view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if is_whole else None
-        self._changes = _changes_of(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """Brings the tensor back."""
-        _refuse_changes(self._changes)
-        self._call.begin_backward()
-        brought = self._entry.take()
-        return brought if self._view is None else brought.as_strided(*self._view)
-
-
-class _Stayed:
-    """Stands for a saved tensor that is where it was."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = _version(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """Gives the tensor."""
-        if _version(self._tensor) != self._version:
-            raise _changed()
-        return self._tensor
+def _stayed(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if _version(tensor) != version:
+        raise _changed()
+    return tensor
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -396,13 +335,6 @@ def _changes_of(tensor: torch.Tensor) -> list[tuple[weakref.ref[torch.Tensor], i
     """What tells later whether a tensor was changed in place, without holding its memory."""
     owners = [tensor] if tensor._base is None else [tensor, tensor._base]
     return [(weakref.ref(owner), owner._version) for owner in owners]
-
-
-def _refuse_changes(changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
-    for ref, version in changes:
-        tensor = ref()
-        if tensor is not None and tensor._version != version:
-            raise _changed()
 
 
 def _changed() -> RuntimeError:

@@ -6,9 +6,10 @@ which they were put on.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ Layer = Callable[..., Any]
 _RUN = re.compile(r"(?:(?P<parent>.+)\.)?(?P<start>\d+):(?P<stop>\d+)")
 
 
-class Handle:
+class Handle(ExitStack):
     """Takes off what was put on; ``remove()`` may be called more than once. Also a context manager.
 
     Example:
@@ -33,18 +34,13 @@ class Handle:
     """
 
     def __init__(self, undo: Iterable[Callable[[], None]] = ()) -> None:
-        self._undo = list(undo)
+        super().__init__()
+        for one in undo:
+            self.callback(one)
 
     def remove(self) -> None:
         """Takes everything off that is still on."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.close()
 
 
 class Layered:

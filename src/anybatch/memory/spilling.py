@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,7 @@ class Spilling:
     def __init__(self, recording: Recording, gradients: Sequence[tuple[torch.Tensor, Allocation]]) -> None:
         self._recording, self._gradients = recording, gradients
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._copies: dict[int, weakref.ref[_Copy]] = {}
+        self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         recording.foresees = True
 
     def __enter__(self) -> None:
@@ -64,25 +65,25 @@ class Spilling:
 
         return add
 
-    def _pack(self, tensor: torch.Tensor) -> "_Spilled | torch.Tensor":
+    def _pack(self, tensor: torch.Tensor) -> "Callable[[], torch.Tensor] | torch.Tensor":
         with without_modes():
             if not is_plain(tensor) or not (held := self._recording.made_by_operations(tensor)):
                 return tensor.detach()
             storage = tensor.untyped_storage()
-            known = self._copies.get(storage._cdata)
-            copy = None if known is None else known()
+            copy = self._copies.get(storage._cdata)
             if copy is None or not copy.is_of(storage, tensor._version):
                 self._room -= storage.nbytes()
                 if self._room < 0:  # a file may lie in host memory, and others need both
                     raise OSError("there is no room for what is saved")
                 copy = _Copy(storage, tensor._version, held, self._recording, self._file)
-                self._copies[storage._cdata] = weakref.ref(copy)
+                self._copies[storage._cdata] = copy
                 self._recording.hold(held, copy, is_here=False)
-            return _Spilled(copy, tensor)
+            view = tensor.storage_offset(), tensor.size(), tensor.stride()
+            return partial(copy.tensor, tensor.dtype, view)
 
 
-def _unpack(packed: "_Spilled | torch.Tensor") -> torch.Tensor:
-    return packed.tensor() if isinstance(packed, _Spilled) else packed
+def _unpack(packed: Callable[[], torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed()
 
 
 class _Copy:
@@ -106,7 +107,13 @@ class _Copy:
         """Whether this is what the storage holds now."""
         return self._here() is storage and self._version == version
 
-    def storage(self) -> torch.UntypedStorage:
+    def tensor(self, dtype: torch.dtype, view: Any) -> torch.Tensor:
+        """Brings a saved tensor back, which lay in the storage so."""
+        with without_modes():
+            storage = self._storage()
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+
+    def _storage(self) -> torch.UntypedStorage:
         """The storage, or one like it if that is gone."""
         found = self._here()
         if found is None:
@@ -124,17 +131,3 @@ class _Copy:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-class _Spilled:
-    """Stands for a saved tensor."""
-
-    def __init__(self, copy: _Copy, tensor: torch.Tensor) -> None:
-        self._copy, self._dtype = copy, tensor.dtype
-        self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
-
-    def tensor(self) -> torch.Tensor:
-        """Brings it back."""
-        with without_modes():
-            storage = self._copy.storage()
-            return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)

@@ -1,12 +1,10 @@
 """Several devices in one process: their copies of the model, and the assignment of micro-batches to them."""
 
-import contextlib
 import functools
 import math
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.pieces import InPieces
+from anybatch.memory.replay import copied
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.spectral import power_iteration
 
@@ -82,7 +81,6 @@ class ModelCopy:
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # these, and each buffer with its copy
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        self._begun: dict[int, tuple[Any, Any]] = {}  # containers that are being copied, which may refer to each other
 
     @torch.no_grad()
     def refresh(self, models: Sequence[torch.nn.Module]) -> None:
@@ -126,6 +124,9 @@ class ModelCopy:
 
     def translated(self, value: Any) -> Any:
         """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
+        return copied(value, {}, self._leaf, -1)
+
+    def _leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._leaves.get(id(value), (value, value))[1]
         if isinstance(value, torch.nn.Module):
@@ -133,38 +134,11 @@ class ModelCopy:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
             return types.MethodType(value.__func__, self._modules.get(id(value.__self__), value.__self__))
         if type(value) is functools.partial:
-            arguments = [self.translated(one) for one in value.args]
-            options = {key: self.translated(one) for key, one in value.keywords.items()}
+            arguments, options = self.translated((value.args, value.keywords))
             return functools.partial(self.translated(value.func), *arguments, **options)
-        if type(value) in (list, tuple, set):
-            return type(value)(self.translated(one) for one in value)
-        if type(value) in _DICTIONARIES:
-            return type(value)((key, self.translated(one)) for key, one in value.items() if not _is_observer(one))
-        if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make(map(self.translated, value))
-        return self._translated_in(value) if isinstance(value, (dict, list, set, deque)) else value
-
-    def _translated_in(self, value: Any) -> Any:
-        """A copy of a container of a class of its own, with what that keeps beside its items."""
-        if id(value) in self._begun:
-            return self._begun[id(value)][1]
-        is_first, made = not self._begun, _copied_alone(value)
-        self._begun[id(value)] = value, made
-        try:
-            if isinstance(value, dict):
-                put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-                for key, one in value.items():
-                    put(made, key, self.translated(one))
-            elif isinstance(value, list):
-                list.__setitem__(made, slice(None), [self.translated(one) for one in value])
-            else:
-                items = [self.translated(one) for one in value]
-                made.clear()
-                (made.update if isinstance(made, set) else made.extend)(items)
-        finally:
-            if is_first:
-                self._begun.clear()
-        return made
+        if type(value) in _DICTIONARIES and any(map(_is_observer, value.values())):
+            return self.translated(type(value)((key, one) for key, one in value.items() if not _is_observer(one)))
+        return value
 
     def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The copy of a parameter, ``None`` if the modules do not have it."""
@@ -189,20 +163,6 @@ class ModelCopy:
 
 
 _DICTIONARIES = (dict, OrderedDict)
-
-
-def _copied_alone(value: Any) -> Any:
-    """Another container of the class of this one, with its attributes and perhaps its items."""
-    made = value
-    with contextlib.suppress(Exception):  # it may not take its items one by one
-        made = shallow(value)
-    if made is value:
-        kind: Any = type(value)
-        made = kind.__new__(kind)
-        if isinstance(value, deque):
-            deque.__init__(made, (), value.maxlen)
-        made.__dict__.update(value.__dict__)
-    return made
 
 
 def _is_observer(hook: Any) -> bool:

@@ -21,10 +21,8 @@ from anybatch.parallel.gathering import gathered
 from anybatch.parallel.messages import Messages, RankError, as_flags, as_text
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_of
+from anybatch.tensors.precision import sum_of_bits
 from anybatch.tensors.shards import is_sharded
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 2**20
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
@@ -50,7 +48,7 @@ def fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[str]:
         (False, True)
     """
     sums = [
-        None if tensor is None or tensor.numel() == 0 or is_sharded(tensor) else _sum_of_bits(tensor.detach())
+        None if tensor is None or tensor.numel() == 0 or is_sharded(tensor) else sum_of_bits(tensor.detach())
         for tensor in tensors
     ]
     texts = []
@@ -58,17 +56,6 @@ def fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[str]:
         kind = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
         texts.append(f"{kind} {0 if number is None else int(number)}")
     return texts
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start, part in zip(range(0, bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
-        odd = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)
-        total += (part * odd).sum()  # integers wrap around, in whatever order they are added
-    return total
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count
-from anybatch.options import BatchNormPolicy, Options
+from anybatch.options import BatchNormPolicy, Options, refuse_parts
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.planner import OPTIMIZATIONS, Planner
@@ -22,7 +22,6 @@ from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.update.overranks import refuse_parts
 
 _PRECISIONS = ("bfloat16", "float16")
 

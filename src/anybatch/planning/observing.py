@@ -279,14 +279,12 @@ AnyFollower = Follower | Observing
 
 def follower_for(
     model: torch.nn.Module, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None
-) -> AnyFollower | None:
+) -> AnyFollower:
     """What a step follows.
 
     Raises:
         BatchError: a plan for a model in parts.
     """
-    if memory is None and plan is None:
-        return None
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return Follower(subject_of, memory=memory, plan=plan)
     if plan is not None:

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from anybatch.accelerators import segments_of
-from anybatch.memory.allocator import ROUND, CachingAllocator, Segment
+from anybatch.accelerators import TakenSegment, segments_of
+from anybatch.memory.allocator import ROUND, CachingAllocator
 from anybatch.memory.meter import BEFORE, Allocation, storages_of
 from anybatch.planning.curve import Profile, Size
 from anybatch.planning.devices import Target, segments_expand
@@ -26,7 +26,7 @@ _COPIES = 1  # the stream in which micro-batches come
 class Held:
     """What lies on a device before a step."""
 
-    segments: tuple[Segment, ...]  # of its allocator
+    segments: tuple[TakenSegment, ...]  # of its allocator
     others: int  # bytes of blocks that are not the step's
     expandable: bool  # whether segments grow
 
@@ -43,13 +43,9 @@ def held_on(subject: Subject, target: Target) -> Held | None:
     batches = [tensor for batch in subject.splittable.batches for tensor in tensors_in(batch)]
     own = {s.data_ptr() for tensor in (*subject.tensors_held, *batches) for s in storages_of(tensor)}
     others = sum(b.size for one in found for b in one.blocks if b.is_used and b.address not in own)
-    segments = [
-        Segment(one.is_small, one.stream, tuple((b.size, b.is_used) for b in one.blocks), one.blocks[0].address)
-        for one in found
-    ]
     # What it does shows in what it holds: not every system has segments that grow where they are asked for.
     expandable = any(one.is_expandable for one in found) if found else segments_expand(target)
-    return Held(tuple(segments), others, expandable)
+    return Held(tuple(found), others, expandable)
 
 
 class Replay:

@@ -7,7 +7,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.interception import unobserved
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.sequence import OverTime
-from anybatch.memory.timeline import LinedRecording
+from anybatch.memory.measuring import LinedRecording
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.entrance import subject_of
 from anybatch.planning.memorytrace import NotFake, Tracer

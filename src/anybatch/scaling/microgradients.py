@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
+from torch.autograd.graph import get_gradient_edge
 
 from anybatch.batch.batches import Part
 from anybatch.errors import LossError
@@ -22,18 +23,6 @@ _UNKNOWN_COUNT = (
 )
 
 Take = Callable[[Outcome, Measurement | None, str], None]
-
-
-class _Nodes(torch.autograd.Function):
-    """A node that never runs: one operation that gives access to the ``AccumulateGrad`` nodes of many leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise NotImplementedError("nothing goes back through this node")
 
 
 class Unmeasured(Watch):
@@ -80,12 +69,10 @@ class MicroGradients(Watch):
         self._trouble = ""
 
     def __enter__(self) -> "MicroGradients":
-        with torch.enable_grad():
+        for parameter in self._parameters:
             # Of the node and not of the tensor: torch.autograd.grad in a loss accumulates nothing, and calls hooks of
             # the tensor. Whoever keeps the node keeps the hook.
-            found = _Nodes.apply(*self._parameters) if self._parameters else None  # type: ignore[no-untyped-call]
-        nodes = () if found is None else found.grad_fn.next_functions
-        for parameter, (node, _) in zip(self._parameters, nodes, strict=True):
+            node = get_gradient_edge(parameter).node
             self._handles.append((node, node.register_prehook(self._watch(id(parameter)))))
         return self
 

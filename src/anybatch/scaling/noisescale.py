@@ -11,11 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from anybatch.batch.batches import Part
 from anybatch.errors import BatchError, warn
 from anybatch.loss.losses import as_coupled, as_over_time
-from anybatch.options import needs_closure
+from anybatch.options import needs_closure, refuse_parts
 from anybatch.records.reading import Least
 from anybatch.scaling.microgradients import MicroGradients, Unmeasured
 from anybatch.scaling.noiseestimates import Estimate, Measurement, Moments, RatioOfMeans, estimate
-from anybatch.update.overranks import refuse_parts
 from anybatch.update.passes import Outcome, Task, Watch
 from anybatch.update.stepstate import load_whole
 

@@ -1,4 +1,4 @@
-"""The precision in which gradients are accumulated."""
+"""The precision in which gradients are accumulated, and the bits of a tensor."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -11,6 +11,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 ACCUMULATED_AFTER = 8
 
 AccumulatePolicy = Literal["auto", "fp32", "native"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel needs some bytes each
 
 
 def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy: AccumulatePolicy) -> bool:
@@ -136,3 +139,15 @@ def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tenso
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a dense tensor added up, each number with another odd weight, so that their order shows too."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start, part in zip(range(0, bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
+        odd = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)
+        total += (part * odd).sum()  # integers wrap around, in whatever order they are added
+    return total

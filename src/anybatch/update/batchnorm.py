@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
 from anybatch.update.refusals import (
     Cause,
+    named,
     no_statistics,
     not_splittable,
     one_value,
@@ -76,21 +76,42 @@ def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
     return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
 
 
-def refuse_to_split(
-    models: Sequence[Any], micro_batches: int, cause: Cause | Callable[[], Cause] | None = None
-) -> None:
+def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode."""
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
     _refuse_compiled(modules, micro_batches)
     if modules:
-        raise not_splittable(modules, micro_batches, (cause() if callable(cause) else cause) or Cause())
+        raise not_splittable(modules, micro_batches, cause())
+
+
+def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:
+    """Refuses BatchNorm that would see the samples of one rank only, or wait for ranks that run other micro-batches."""
+    coupling = coupling_modules(*models)
+    together = {name: m for name, m in coupling.items() if isinstance(m, torch.nn.SyncBatchNorm)}
+    if policy == "frozen" and is_training:
+        return
+    if together:
+        raise NotSplittable(
+            f"{named(together)} would wait in each forward for all ranks, which may run other numbers of micro-batches "
+            'and start again one by one; use GroupNorm or LayerNorm, batch_norm="frozen", or BatchNorm with '
+            'batch_norm="ghost"',
+            modules=list(together),
+        )
+    if coupling and policy == "refuse":
+        raise NotSplittable(
+            f"{named(coupling)} would normalise by the samples of each rank alone, so the gradient is not that of the "
+            'batch of all ranks; use GroupNorm or LayerNorm, batch_norm="frozen", or batch_norm="ghost", which '
+            "normalises each micro-batch of each rank by itself, as DistributedDataParallel does with the share of a "
+            "rank",
+            modules=list(coupling),
+        )
 
 
 @contextmanager
 def batch_norm_as(
-    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Cause | None = None
+    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
@@ -100,12 +121,11 @@ def batch_norm_as(
     if not may_couple(modules_of(*models)):
         yield _nothing
         return
-    cause = cause or Cause()
-    _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=policy == "frozen" and cause.verb is not None)
+    is_frozen = policy == "frozen" and cause().verb is not None
+    _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=is_frozen)
     if policy == "refuse":
         refuse_to_split(models, micro_batches, cause)
     with contextlib.ExitStack() as stack:
-        begin_micro_batch: Callable[[], None] = _nothing
         if policy == "frozen":
             coupling = coupling_modules(*models)
             if micro_batches > 1 and (bare := without_statistics(coupling)):
@@ -114,22 +134,26 @@ def batch_norm_as(
                 if isinstance(module, _KINDS):
                     _keep_in_eval_mode(stack, module)
         if micro_batches > 1:
-            begin_micro_batch = _split(stack, policy, models, cause)
-        elif updated := _with_running_statistics(models):
-            _update_in_the_forward_only(stack, updated)
-        yield begin_micro_batch
+            _watch_split(stack, policy, models, cause)
+        found = [_Statistics(stack, m, merges=micro_batches > 1) for m in _with_running_statistics(models)]
+
+        def begin_micro_batch() -> None:
+            for one in found:
+                one.begin_micro_batch()
+
+        yield begin_micro_batch if found else _nothing
 
 
-def _split(
-    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Cause
-) -> Callable[[], None]:
+def _watch_split(
+    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Callable[[], Cause]
+) -> None:
+    """Refuses what shows only while the loss function runs."""
     if policy == "ghost":
         _watch_inputs(stack, coupling_modules(*models), partial(_refuse_single_values, cause=cause))
     if policy != "frozen":
         found = {name: m for model in models for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
         quiet = {name: m for name, m in found.items() if not m.training and not _couples(m)}
         _watch_inputs(stack, quiet, _refuse_training_mode)
-    return _merge_statistics(stack, _with_running_statistics(models))
 
 
 def _nothing() -> None:
@@ -166,53 +190,10 @@ def _refuse_training_mode(name: str, module: Any, _: tuple[Any, ...]) -> None:
         raise put_in_training_mode(name, module)
 
 
-def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Cause) -> None:
+def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Callable[[], Cause]) -> None:
     """Refuses inputs with one value a channel, of which torch says less."""
     if module.training and args and args[0].dim() > 1 and args[0].numel() == args[0].size(1):
-        raise one_value(name, module, args[0].shape, cause)
-
-
-class _Apart:
-    """Keeps what a forward in training mode writes apart from the running statistics of a module.
-
-    Others stand in for them meanwhile. They are not copied back, since the graph may have saved them: a backward would
-    take that for a change in place.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._swapped: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
-    def begin_forward(self, *, writes: bool = True) -> None:
-        """Lets copies stand in, if this forward writes."""
-        self.end_forward()  # what a recomputation left that stopped early, within the module
-        if not self._module.training or not writes:
-            return
-        buffers = self._module._buffers
-        for name in _STATISTICS:
-            own = buffers.get(name)
-            if own is not None:
-                other = own.detach().clone()
-                self._swapped.append((name, own, other))
-                buffers[name] = other
-
-    def end_forward(self) -> None:
-        """Puts the module's own statistics back, where nobody else has put something in their place."""
-        buffers = self._module._buffers
-        for name, own, other in self._swapped:
-            if buffers[name] is other:
-                buffers[name] = own
-        self._swapped.clear()
-
-
-def _update_in_the_forward_only(stack: contextlib.ExitStack, modules: list[Any]) -> None:
-    """Keeps running statistics as they are when a checkpoint recomputes a forward, which would update them twice."""
-    for module in modules:
-        apart = _Apart(module)
-        stack.callback(apart.end_forward)
-        begin, end = (lambda *_, apart=apart: apart.begin_forward(writes=is_recomputing())), apart.end_forward
-        stack.callback(module.register_forward_pre_hook(begin).remove)
-        stack.callback(module.register_forward_hook(lambda *_, end=end: end()).remove)
+        raise one_value(name, module, args[0].shape, cause())
 
 
 class _Merged:
@@ -242,99 +223,93 @@ class _Merged:
         self.items = total
 
 
-@dataclass
-class _Watched:
-    """A BatchNorm whose running statistics are merged once a logical batch.
+class _Statistics:
+    """The running statistics of a module, which are updated once a logical batch.
 
-    Its own stay as they are until then, so that a forward in evaluation mode in between, as for pseudo-labels, sees
-    those from before the logical batch.
+    What a forward in training mode writes is kept apart from them: copies stand in for them meanwhile. These are not
+    copied back, since the graph may have saved them: a backward would take that for a change in place. And a forward in
+    evaluation mode in between, as for pseudo-labels, sees those from before the logical batch.
+
+    Args:
+        merges: whether N updates, one a micro-batch, are replaced by one with the merged statistics. With momentum 1 a
+            forward leaves a micro-batch's own mean and unbiased variance in the buffers. They are merged as
+            (n, mean, M2): Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance". Else only what a
+            checkpoint recomputes is kept apart, which would update them twice.
     """
 
-    module: Any
-    momentum: float | None
-    apart: _Apart
-    calls_in_micro_batch: int = 0
-    calls: list["_Merged"] = field(default_factory=list)
+    def __init__(self, stack: contextlib.ExitStack, module: Any, *, merges: bool) -> None:
+        self._module, self._merges, self._momentum = module, merges, module.momentum
+        self._is_instance_norm = isinstance(module, _InstanceNorm)  # whose statistics are means over samples
+        self._swapped: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._number, self._calls = 0, list[_Merged]()  # of the call in this micro-batch
+        stack.push(self._end_of_batch)
+        if merges:
+            module.momentum = 1.0
+        stack.callback(module.register_forward_pre_hook(self._begin_forward).remove)
+        stack.callback(module.register_forward_hook(self._end_forward).remove)
 
-    @property
-    def is_instance_norm(self) -> bool:
-        """Whether the statistics are of single samples."""
-        return isinstance(self.module, _InstanceNorm)
+    def begin_micro_batch(self) -> None:
+        """Puts back what a forward left that stopped early, and counts the calls anew."""
+        self._put_back()
+        self._number = 0
 
-    @property
-    def factor(self) -> float:
-        """How much the statistics of this batch count against those before."""
-        if self.momentum is not None:
-            return self.momentum
-        return 0.0 if self.is_instance_norm else 1.0 / float(self.module.num_batches_tracked)
+    def _begin_forward(self, *_: Any) -> None:
+        self._put_back()  # what a recomputation left that stopped early, within the module
+        if not self._module.training or not (self._merges or is_recomputing()):
+            return
+        buffers = self._module._buffers
+        for name in _STATISTICS:
+            own = buffers.get(name)
+            if own is not None:
+                other = own.detach().clone()
+                self._swapped.append((name, own, other))
+                buffers[name] = other
 
+    def _end_forward(self, _: Any, args: tuple[torch.Tensor, ...], __: Any) -> None:
+        if self._merges and self._module.training and not is_recomputing():  # else they were taken the first time
+            self._note(args[0])
+        self._put_back()
 
-def _merge_statistics(stack: contextlib.ExitStack, modules: list[Any]) -> Callable[[], None]:
-    """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
+    def _put_back(self) -> None:
+        """Puts the module's own statistics back, where nobody else has put something in their place."""
+        buffers = self._module._buffers
+        for name, own, other in self._swapped:
+            if buffers[name] is other:
+                buffers[name] = own
+        self._swapped.clear()
 
-    With momentum 1 a forward leaves a micro-batch's own mean and unbiased variance in the buffers, from where a hook
-    takes them. They are merged as (n, mean, M2): Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
-    variance".
-    """
-    watched = [_Watched(module, module.momentum, _Apart(module)) for module in modules]
-    stack.push(partial(_end_of_batch, watched))
-    for entry in watched:
-        entry.module.momentum = 1.0
-        begin, take = (lambda *_, apart=entry.apart: apart.begin_forward()), partial(_take, entry)
-        stack.callback(entry.module.register_forward_pre_hook(begin).remove)
-        stack.callback(entry.module.register_forward_hook(take).remove)
-    return partial(_begin_micro_batch, watched) if watched else _nothing
+    def _note(self, batch: torch.Tensor) -> None:
+        if self._number == len(self._calls):
+            self._calls.append(_Merged())
+        module, is_instance_norm = self._module, self._is_instance_norm
+        items = _samples_of(module, batch) if is_instance_norm else batch.numel() / batch.size(1)
+        mean = module.running_mean.to(torch.float64, copy=True)
+        spread = module.running_var.to(torch.float64, copy=True).mul_(items if is_instance_norm else items - 1)
+        self._calls[self._number].add(items, mean, spread, between=not is_instance_norm)
+        self._number += 1
 
+    def _end_of_batch(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._module.momentum = self._momentum
+        self._put_back()
+        with torch.no_grad():
+            for merged in self._calls if kind is None else ():
+                self._merge(merged)
 
-def _end_of_batch(watched: list[_Watched], kind: type[BaseException] | None, *_: object) -> None:
-    for entry in watched:  # before anything that can run out of memory
-        entry.module.momentum = entry.momentum
-        entry.apart.end_forward()
-    for entry in watched if kind is None else ():
-        _merge(entry)
-
-
-def _begin_micro_batch(watched: list[_Watched]) -> None:
-    for entry in watched:
-        entry.apart.end_forward()
-        entry.calls_in_micro_batch = 0
-
-
-def _take(entry: _Watched, _: Any, args: tuple[torch.Tensor, ...], __: Any) -> None:
-    if entry.module.training and not is_recomputing():  # else the statistics were taken the first time
-        _note(entry, args[0])
-    entry.apart.end_forward()
-
-
-def _note(entry: _Watched, batch: torch.Tensor) -> None:
-    if entry.calls_in_micro_batch == len(entry.calls):
-        entry.calls.append(_Merged())
-    is_instance_norm, module = entry.is_instance_norm, entry.module
-    items = _samples_of(module, batch) if is_instance_norm else batch.numel() / batch.size(1)
-    mean = module.running_mean.to(torch.float64, copy=True)
-    spread = module.running_var.to(torch.float64, copy=True).mul_(items if is_instance_norm else items - 1)
-    entry.calls[entry.calls_in_micro_batch].add(items, mean, spread, between=not is_instance_norm)
-    entry.calls_in_micro_batch += 1
+    def _merge(self, merged: _Merged) -> None:
+        module, factor = self._module, self._momentum
+        if not self._is_instance_norm and module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        if factor is None:  # a mean over all batches
+            factor = 0.0 if self._is_instance_norm else 1.0 / float(module.num_batches_tracked)
+        variance = merged.spread / (merged.items if self._is_instance_norm else merged.items - 1)
+        module.running_mean.lerp_(merged.mean.to(module.running_mean), factor)
+        module.running_var.lerp_(variance.to(module.running_var), factor)
 
 
 def _samples_of(module: Any, batch: torch.Tensor) -> float:
     """The samples of an InstanceNorm's input, which may also be one sample without a batch dimension."""
     is_batched = batch.dim() > 1 and batch.size(1) == module.num_features and batch.dim() != module._get_no_batch_dim()
     return float(batch.size(0)) if is_batched else 1.0
-
-
-def _merge(entry: _Watched) -> None:
-    module = entry.module
-    with torch.no_grad():
-        for merged in entry.calls:
-            if entry.is_instance_norm:  # its statistics are means over the samples
-                variance = merged.spread / merged.items
-            else:
-                variance = merged.spread / (merged.items - 1)
-                if module.num_batches_tracked is not None:
-                    module.num_batches_tracked.add_(1)
-            module.running_mean.lerp_(merged.mean.to(module.running_mean), entry.factor)
-            module.running_var.lerp_(variance.to(module.running_var), entry.factor)
 
 
 def _couples_compiled(module: Any) -> bool:

@@ -1,5 +1,6 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
+import numbers
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import Again, StepCall
 from anybatch.update.passes import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # of which the numbers are the same, or nearly
 
 
 class Boundary:
@@ -54,8 +57,6 @@ class Boundary:
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
-        from anybatch.update.overranks import settings_of
-
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -226,6 +227,34 @@ class Boundary:
         progress.text = "scaler.update"
         if any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
             self._scaler.update()
+
+
+def settings_of(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], clip_norm: float | None
+) -> dict[str, str]:
+    """What an update is made with, by name; ranks that have it otherwise do not stay equal.
+
+    Args:
+        optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
+    """
+    found = {"clip_norm": _shown(clip_norm), "scheduler": _shown([type(one).__name__ for one in schedulers])}
+    for number, optimizer in enumerate(optimizers):
+        owner = "" if len(optimizers) == 1 else f"optimizer[{number}]."
+        found[f"{owner}type"] = type(optimizer).__name__
+        for at, group in enumerate(optimizer.param_groups):
+            options = [key for key in optimizer.defaults if key in group and key not in _HOW]
+            found.update((f"{owner}param_groups[{at}][{key!r}]", _shown(group[key])) for key in options)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return repr(float(value))
+    return repr(value) if isinstance(value, (str, bool, type(None))) else type(value).__name__
 
 
 @contextmanager

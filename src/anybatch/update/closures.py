@@ -9,10 +9,9 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.options import needs_closure
+from anybatch.tensors.precision import sum_of_bits
 from anybatch.tensors.shards import is_sharded
 from anybatch.update.transaction import is_out_of_memory
-
-_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
 
 class Again(NamedTuple):
@@ -136,25 +135,9 @@ class _Evaluations:
             parameter.grad = gradient
 
 
-def _prints(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+def _prints(parameters: Sequence[torch.Tensor]) -> list[int]:
     """The bits of weights; not of those that lie on several ranks, which have to come to the same answer."""
-    return [_print_of(p).tolist() for p in parameters if not (p.is_meta or is_sharded(p))]
-
-
-def _print_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
-    from anybatch.memory.meter import storages_of  # which loads fake tensors
-
-    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    with torch.no_grad():
-        for storage in storages_of(weight):
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            width = next(size for size in (4, 2, 1) if len(whole) % size == 0)
-            bits = whole.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
-            for few in bits.split(_AT_ONCE):
-                sums[0] += few.sum()
-                sums[1] += few[::3].sum()
-    return sums
+    return [int(sum_of_bits(p.detach())) for p in parameters if not (p.is_meta or is_sharded(p))]
 
 
 def _trace(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """One pass over a logical batch in given parts, its gradient or only its loss, and who is told what is running."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,20 +15,27 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
-from anybatch.batch.moving import moved
+from anybatch.batch.moving import moved, to_device
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.loss.pieces import InPieces, Place
-from anybatch.loss.reducing import Joint, Stage
+from anybatch.loss.reducing import Joint, Reducer, Stage
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import devices_of, modules_behind, modules_of
-from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, may_couple, refuse_to_split
-from anybatch.update.refusals import Cause, Verb, cause_of
+from anybatch.tensors.modules import devices_among, devices_of, modules_behind, modules_of
+from anybatch.update.batchnorm import (
+    BatchNormPolicy,
+    batch_norm_as,
+    coupling_modules,
+    may_couple,
+    refuse_over_ranks,
+    refuse_to_split,
+)
+from anybatch.update.refusals import Cause, Verb
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -91,11 +99,19 @@ class Task:
         return iter(batches) if self.splittable.lies_on(device) else moved(batches, device)
 
     def cause(self, parts: Sequence[Part]) -> Cause:
-        """Why the batch is in these parts."""
-        return cause_of(
-            self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
+        """Why the batch is in these parts: those smaller than what was asked for are so because memory ran out."""
+        splittable, wanted = self.splittable, self.micro_batch_size
+        most = min(one for one in (wanted, splittable.most, splittable.largest) if one is not None)
+        is_known = wanted is None or not splittable.has_costs  # packs may be cheaper than what was asked for
+        return Cause(
+            verb=self.verb,
+            micro_batch_size=wanted,
+            sizes=tuple(len(part.samples) for part in parts),
+            batches=1 if splittable.is_collated else len(splittable.batches),
+            ran_out=is_known and max((part.cost for part in parts), default=math.inf) < most,
+            planned=self.is_planned,
             devices=1 if self.devices is None else len(self.devices.placements),
-        )  # fmt: skip
+        )
 
 
 class Watch:
@@ -170,10 +186,10 @@ class Beginnings:
         if not differentiate:
             stack.enter_context(torch.no_grad())
             if task.batch_norm == "refuse":
-                refuse_to_split(task.modules, len(parts), lambda: task.cause(parts))
+                refuse_to_split(task.modules, len(parts), partial(task.cause, parts))
             return
         if may_couple(task.every_module):
-            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
+            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), partial(task.cause, parts))
             self._begin_statistics = stack.enter_context(statistics)
         if task.settings.dropout == "per-sample":
             from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
@@ -255,9 +271,7 @@ def run_pass(
         with contextlib.ExitStack() as stack:
             stack.enter_context(reducer.apart(task.modules))
             if reducer.is_sharded:
-                from anybatch.update.overranks import padding, parameters_in_parts
-
-                parameters = parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
+                parameters = _parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
             begin = Beginnings(task, parts, progress, stack, differentiate)
             coupled = as_coupled(task.loss_fn)
             if coupled is not None and (parts or coupled.joins(reducer)) and task.splittable.obstacle is None:
@@ -272,7 +286,7 @@ def run_pass(
             )  # fmt: skip
             each = begin.each(task.there(batches()))
             try:
-                accumulation.collect(chain(each, padding(task, parts)) if reducer.keeps_step else each)
+                accumulation.collect(chain(each, _padding(task, parts)) if reducer.keeps_step else each)
             except (RuntimeError, ValueError, IndexError) as error:
                 _note_the_split(error, task, parts, progress)
                 raise
@@ -307,8 +321,6 @@ def _counted(
     if weights.is_empty:
         return weights, batches
     if reducer.is_shared:
-        from anybatch.update.overranks import refuse_over_ranks
-
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
     if differentiate and task.batch_norm == "refuse" and (over_time := as_over_time(task.loss_fn)):
         _refuse_to_cut_time(task, over_time)
@@ -353,7 +365,6 @@ def _coupled_sums(
     parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None, differentiate: bool,
 ) -> Sums:  # fmt: skip
     from anybatch.loss.coupling import CoupledPass
-    from anybatch.update.overranks import whole_batch
 
     kept = list(batches)  # what a collate made at random can't be made again
 
@@ -365,7 +376,10 @@ def _coupled_sums(
         if own:
             return task.splittable.whole()
         begin.whole(task.splittable.rows if joint is None else joint.rows)
-        return whole_batch(task.splittable, joint, task.settings.device) if coupled.takes_batch else None
+        if not coupled.takes_batch:
+            return None
+        batch = task.splittable.whole() if joint is None else task.splittable.joined(joint.batches)
+        return to_device(batch, task.settings.device)
 
     run = CoupledPass(
         task.model, coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
@@ -373,6 +387,50 @@ def _coupled_sums(
         on_loss=task.on_loss,
     )  # fmt: skip
     return run.run(begin.each(task.there(kept)), again, whole)
+
+
+def _parameters_in_parts(
+    reducer: Reducer,
+    parameters: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] | None,
+    outside: OutsideLeaves | None,
+) -> Sequence[torch.Tensor]:
+    """The tensors that a pass gives gradients to, where parameters lie on several ranks."""
+    if inputs is not None:
+        raise BatchError(
+            "inputs= was given, and the model is sharded by fully_shard, whose forward has other tensors than the "
+            "optimizer; freeze what is not trained instead: parameter.requires_grad_(False)"
+        )
+    if outside is not None:
+        outside.know(reducer.known_leaves(parameters))
+    return parameters if reducer.keeps_step else reducer.known_leaves(parameters)
+
+
+def _padding(task: Task, parts: Sequence[Part]) -> Iterator[Any]:
+    """Micro-batches that count nothing, with which this process runs as many as any other.
+
+    Random state and buffers are as before afterwards.
+    """
+    # All processes get them now, since one may have to send another what it lacks.
+    return _unseen(task, task.settings.reducer.stand_ins(lambda: _smallest(task.splittable, parts)))
+
+
+def _unseen(task: Task, batches: Sequence[Any]) -> Iterator[Any]:
+    if batches:
+        before = Snapshot(task.modules, devices_among(modules_of(*task.modules)))
+        for batch in batches:
+            yield to_device(batch, task.settings.device)
+        before.restore(warns=False)
+
+
+def _smallest(splittable: Splittable, parts: Sequence[Part]) -> Any:
+    """A micro-batch that is run in any case; ``None`` where there is none."""
+    if not parts:
+        return None
+    number = min(range(len(parts)), key=lambda number: len(parts[number].samples))
+    if splittable.is_collated:
+        return next(splittable.materialise([parts[number]]))
+    return next(islice(splittable.materialise(parts), number, None))
 
 
 def _weigh(task: Task, parts: Sequence[Part], rows: Sequence[int | None]) -> tuple[Weights, Callable[[], Any]]:
@@ -396,7 +454,7 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
     """Counts by a forward, whose traces in buffers and random state are taken off again."""
     progress.text = "the forward that counts"
     if task.batch_norm == "refuse":
-        refuse_to_split(task.modules, len(parts), task.cause(parts))
+        refuse_to_split(task.modules, len(parts), partial(task.cause, parts))
     before, writes = Snapshot(task.modules, devices_of(task.model)), task.splittable.writes()
     if task.devices is None:
         batches = task.there(task.splittable.materialise(parts))
@@ -438,7 +496,7 @@ def _refuse_to_cut_time(task: Task, over_time: "OverTime") -> None:
     if not coupling_modules(*task.modules):
         return
     if splittable.is_collated or any(over_time.is_cut(batch) for batch in splittable.batches):
-        refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
+        refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
 
 
 class Outcome(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import NotSplittable
 
 Verb = Literal["TrainStep", "backward"]
@@ -53,26 +52,6 @@ class Cause:
         if self.batches > 1:
             return f"The window has {self.batches} batches, which run one after the other."
         return ""
-
-
-def cause_of(
-    splittable: Splittable, parts: Sequence[Part], *, micro_batch_size: float | None = None, **known: Any
-) -> Cause:
-    """Why a logical batch is in these parts: those smaller than what was asked for are so because memory ran out.
-
-    Args:
-        **known: more of it, by the names of ``Cause``.
-    """
-    wanted = math.inf if micro_batch_size is None else micro_batch_size
-    wanted = min(wanted, math.inf if splittable.most is None else splittable.most)
-    is_known = micro_batch_size is None or not splittable.has_costs  # packs may be cheaper than what was asked for
-    return Cause(
-        micro_batch_size=micro_batch_size,
-        sizes=tuple(len(part.samples) for part in parts),
-        batches=1 if splittable.is_collated else len(splittable.batches),
-        ran_out=is_known and max((part.cost for part in parts), default=math.inf) < min(wanted, splittable.largest),
-        **known,
-    )
 
 
 def named(modules: Mapping[str, torch.nn.Module]) -> str:

@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"doctor"}),
     frozenset({"checking"}),
     frozenset({"planning"}),
-    frozenset({"backpropagation", "certificate", "observing", "repeated", "step"}),
+    frozenset({"backpropagation", "certificate", "engine", "step"}),
     frozenset({"report"}),
     frozenset({"testing"}),  # what it says of a run that does not train is the doctor's report
     frozenset({"integrations"}),

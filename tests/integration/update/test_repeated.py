@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from anybatch.repeated import RepeatedBackward
+from anybatch.backpropagation import RepeatedBackward
 
 
 def squares(model: Any, batch: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 import anybatch
 import reference
-from anybatch.repeated import RepeatedBackward
+from anybatch.backpropagation import RepeatedBackward
 from faults import Straight, mean_square
 
 BATCH = torch.ones(12, 5)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.offloading import HostPool, Layout, offload, size_class
+from anybatch.memory.offloading import HostPool, offload, size_class
 from optimizations_models import (
     Language,
     assert_same,
@@ -39,8 +39,8 @@ class Sent(HostPool):
         self.events.append(("out", tensor.nbytes))
         return super().out(tensor)
 
-    def back(self, kept: Tensor, like: Layout) -> Any:
-        brought, arrival = super().back(kept, like)
+    def back(self, kept: Tensor, make: Callable[[], Tensor]) -> Any:
+        brought, arrival = super().back(kept, make)
         self.events.append(("back", brought.untyped_storage().nbytes()))
         return brought, arrival
 

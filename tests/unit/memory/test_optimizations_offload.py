@@ -76,7 +76,7 @@ def test_together_with_recompute(order: int, recomputed: list[str], offloaded: l
             lambda: offload(model, offloaded, pool=pool),
         ]
         handles = [put() for put in (optimizations if order else optimizations[::-1])]
-        handles[1]._undo.append(handles[0].remove)
+        handles[1].callback(handles[0].remove)
         return handles[1]
 
     assert_same(outcome(model, language_loss, batch, both), outcome(model, language_loss, batch))
@@ -195,7 +195,7 @@ def test_recomputed_blocks_keep_their_arguments_on_the_host() -> None:
 
     def both(model: nn.Module) -> Any:
         handle = offload(model, names, simulate=True)
-        handle._undo.append(recompute(model, names).remove)
+        handle.callback(recompute(model, names).remove)
         return handle
 
     def held(put: Any) -> int:

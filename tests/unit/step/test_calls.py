@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch
-from anybatch.repeated import RepeatedBackward
+from anybatch.backpropagation import RepeatedBackward
 from faults import Straight, different, facts, mean_square
 
 BATCH = torch.ones(12, 5)

@@ -11,17 +11,28 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.batch.batches import Splittable, sizes_of
+from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.counting import count_samples
+from anybatch.options import Options
 from anybatch.update.batchnorm import batch_norm_as, coupling_modules, refuse_to_split
-from anybatch.update.refusals import Cause, cause_of, named
+from anybatch.update.passes import Task
+from anybatch.update.refusals import Cause, named
 from batchnorm_models import ResNet, assert_bitwise, image_loss, left, norms_of, pictures, plain
 from faults import different, facts
 
 
 def message(cause: Cause | None = None, model: nn.Module | None = None) -> str:
     with pytest.raises(anybatch.NotSplittable) as caught:
-        refuse_to_split([ResNet() if model is None else model], 3, cause)
+        refuse_to_split([ResNet() if model is None else model], 3, lambda: cause or Cause())
     return str(caught.value)
+
+
+def cause_of(splittable: Splittable, parts: list[Part], asked: float | None = None) -> Cause:
+    """What a step says of these parts, whose user asked for this size."""
+    options = Options(model=nn.Linear(1, 1), loss_fn=image_loss)
+    return Task(options.model, options.loss_fn, count_samples, options.settings(), "refuse", splittable, asked).cause(
+        parts
+    )
 
 
 # --- the message -----------------------------------------------------------------------------------------------------
@@ -117,7 +128,7 @@ def test_frozen_is_not_offered_where_there_is_nothing_to_freeze_to() -> None:
 def test_memory_is_blamed_only_for_what_is_smaller_than_was_asked_for(rows: int, asked: int | None, tried: int) -> None:
     splittable = Splittable([torch.zeros(rows, 1)])
     size = tried if asked is None else min(asked, tried)
-    cause = cause_of(splittable, splittable.plan(size), micro_batch_size=asked)
+    cause = cause_of(splittable, splittable.plan(size), asked)
     assert cause.sizes == tuple(sizes_of(rows, size))
     assert cause.ran_out == (min(size, rows) < min(rows, asked or rows))
 
@@ -127,7 +138,7 @@ def test_a_window_and_raw_samples_have_causes() -> None:
     assert cause_of(window, window.plan(None)) == Cause(sizes=(3, 5), batches=2)
     assert cause_of(window, window.plan(2)).ran_out
     raw = Splittable([[1.0, 2.0, 3.0]], collate=torch.tensor, cost=float)
-    assert not cause_of(raw, raw.plan(4), micro_batch_size=4).ran_out
+    assert not cause_of(raw, raw.plan(4), 4).ran_out
     assert cause_of(raw, raw.plan(4)).ran_out
 
 
@@ -270,7 +281,7 @@ def test_the_sizes_that_are_offered_leave_no_single_row(rows: int, size: int) ->
         return
     model = nn.BatchNorm1d(2)
     cause = Cause(micro_batch_size=size, sizes=tuple(sizes))
-    with batch_norm_as("ghost", [model], len(sizes), cause), pytest.raises(anybatch.NotSplittable) as caught:
+    with batch_norm_as("ghost", [model], len(sizes), lambda: cause), pytest.raises(anybatch.NotSplittable) as caught:
         model(torch.ones(1, 2))
     found = re.search(r"micro_batch_size=([0-9 or]+) leaves", str(caught.value))
     offered = [] if found is None else [int(word) for word in found[1].split(" or ")]
