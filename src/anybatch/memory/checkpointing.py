@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
+from anybatch.memory.contents import Contents
 from anybatch.memory.places import Handle, places_of
-from anybatch.memory.replay import Surroundings, copied
+from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
 from anybatch.tensors.shards import is_sharded
 
@@ -201,18 +202,20 @@ class _Call:
         what.refuse_hidden_dropout()
         self._what, self._function = what, function
         self._first: Any = (args, kwargs)
-        tensors, copies = list[torch.Tensor](), dict[int, tuple[Any, Any]]()
+        tensors, objects = list[torch.Tensor](), list[Any]()
         slots: dict[int, _Slot] = {}
 
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                return copied(leaf, copies)  # which a block may write to, as to a cache of keys and values
+                objects.append(leaf)  # which a block may write to, as to a cache of keys and values
+                return leaf
             if id(leaf) not in slots:  # a tensor that is there twice stays one: attention looks at `query is key`
                 slots[id(leaf)] = _Slot(len(tensors))
                 tensors.append(leaf)
             return slots[id(leaf)]
 
         self._arguments = map_leaves(slot, (args, kwargs))
+        self._contents = Contents(objects)
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
         self._devices = {one.device for one in (*tensors, *what.tensors())}
@@ -226,7 +229,7 @@ class _Call:
                 return self._function(*args, **kwargs)
         args, kwargs = self._kept()
         _last_run[:] = [(self._what.title, self._what.name)]
-        with self._again():
+        with self._again(), self._contents.as_noted():
             self._function(*args, **kwargs)
         raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
 
@@ -242,9 +245,8 @@ class _Call:
                     block=self._what.name,
                 ) from error
             raise
-        copies: dict[int, tuple[Any, Any]] = {}  # of those from before, since a graph that stays runs again
         arguments: tuple[Any, Any] = map_leaves(
-            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else copied(leaf, copies), self._arguments
+            lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else leaf, self._arguments
         )
         return arguments
 

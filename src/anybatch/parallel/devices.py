@@ -3,8 +3,10 @@
 import functools
 import math
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +18,6 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.pieces import InPieces
-from anybatch.memory.replay import copied
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.spectral import power_iteration
 
@@ -124,7 +125,7 @@ class ModelCopy:
 
     def translated(self, value: Any) -> Any:
         """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
-        return copied(value, {}, self._leaf, -1)
+        return _copied(value, self._leaf, {})
 
     def _leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -163,6 +164,56 @@ class ModelCopy:
 
 
 _DICTIONARIES = (dict, OrderedDict)
+
+
+def _copied(value: Any, leaf: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    """A copy of containers, with their attributes, in which other values are what ``leaf`` gives for them.
+
+    Args:
+        known: containers with their begun copies, by ``id``, since they may refer to each other.
+    """
+    if (found := leaf(value)) is not value:
+        return found
+
+    def inner(one: Any) -> Any:
+        return _copied(one, leaf, known)
+
+    if type(value) is tuple:
+        return tuple(map(inner, value))
+    if isinstance(value, tuple):
+        return value._make(map(inner, value)) if hasattr(value, "_make") else value
+    if id(value) in known or not isinstance(value, (dict, list, set, deque)):
+        return known.get(id(value), (value, value))[1]
+    made = _alone(value)
+    known[id(value)] = value, made
+    if isinstance(value, dict):
+        put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+        for key, one in value.items():
+            put(made, key, inner(one))
+    elif isinstance(value, list):
+        list.__setitem__(made, slice(None), [inner(one) for one in value])
+    else:
+        items = [inner(one) for one in value]
+        made.clear()
+        (made.update if isinstance(made, set) else made.extend)(items)
+    attributes = getattr(value, "__dict__", {})
+    if made is not value and attributes:
+        made.__dict__.update((key, inner(one)) for key, one in attributes.items())
+    return made
+
+
+def _alone(value: Any) -> Any:
+    """Another container of the class of this one, with its attributes and perhaps its items."""
+    made = value
+    with suppress(Exception):  # it may not take its items one by one
+        made = shallow(value)
+    if made is value:
+        kind: Any = type(value)
+        made = kind.__new__(kind)
+        if isinstance(value, deque):
+            deque.__init__(made, (), value.maxlen)
+        made.__dict__.update(value.__dict__)
+    return made
 
 
 def _is_observer(hook: Any) -> bool:
