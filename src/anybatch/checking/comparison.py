@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.gradients import distance, relative
-from anybatch.checking.rig import Outcome, Rig
+from anybatch.checking.rig import Outcome, Rig, announced
 from anybatch.errors import CountError
+from anybatch.loss.losses import LossFunction
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.update.transaction import is_out_of_memory
@@ -89,6 +90,10 @@ class Case:
             if is_out_of_memory(error) or isinstance(error, OverBudget):
                 raise
             return error.with_traceback(None)
+
+    def beginning(self, begin: Callable[[], None]) -> LossFunction:
+        """The loss, of which each micro-batch begins with something."""
+        return announced(self.rig.task.loss_fn, begin)
 
     def error_of(self, gradients: Any, scale: float = 0.0) -> float:
         """How far a gradient is from the whole's, over the norm of that or a larger scale."""

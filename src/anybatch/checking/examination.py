@@ -14,24 +14,22 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
-from anybatch.checking.beginnings import announced
 from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
 from anybatch.checking.gradients import distance, relative
-from anybatch.checking.later import Buffers
-from anybatch.checking.reach import optimized_by
+from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Outcome, Rig
-from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
+from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
+from anybatch.checking.state import Buffers, State, shown_iterators
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
-from anybatch.tensors.spectral import power_iteration
 from anybatch.update.passes import Task
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
@@ -131,8 +129,7 @@ class Examination(Case):
 
     def certificate(self) -> Certificate:
         """Runs the check."""
-        changed, effects = self._changed_buffers(), self.rig.effects.found()
-        self._buffers = Buffers(self.rig)
+        effects, self._buffers = self.rig.effects.found(), Buffers(self.rig)
         self._drawn = self.rig.has_drawn(torch_too=False)
         self._note_what_is_checked()
         if self._refused:
@@ -155,7 +152,7 @@ class Examination(Case):
         error = max(
             comparison.error,
             self.searched("BatchNorm", self._examine_batch_norm, 0.0),
-            self.searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self.searched("buffers", self._examine_buffers, 0.0),
             self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
         if names := self.rig.hooked_by_optimizers():
@@ -201,20 +198,20 @@ class Examination(Case):
         stand_ins, drew = self.rig.stand_ins, False
         if stand_ins is not None and stand_ins.draws:
             drawn = comparison
-            stand_ins.hold_constant(True)
+            stand_ins.held.constant = True
             whole = self.rig.run()
             drew = not whole.is_finite
             if not drew:
                 comparison = self.compared(whole=whole)
             if comparison.error > self.tolerance and stand_ins.is_uneven:
-                stand_ins.hold_alike(True)
+                stand_ins.held.alike = True
                 alike = self.rig.run()
                 if any(one is not None and one.any() for one in alike.gradients):
                     comparison = self.compared(whole=alike)
                 else:  # nothing was compared
-                    stand_ins.hold_alike(False)
+                    stand_ins.held.alike = False
             if drew or comparison.error <= self.tolerance:
-                stand_ins.hold_constant(False)
+                stand_ins.held.constant = False
             if comparison.error <= self.tolerance:
                 self.rig.run()
                 reasons = wrong_averages(self, drawn)
@@ -230,7 +227,7 @@ class Examination(Case):
         if size := self._wrong_row_block():
             self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
         elif names := self._written_weights():
-            own = {name: one for name, one in self._weights().items() if name in names}
+            own = {name: one for name, one in parameters_of(self.rig.roots).items() if name in names}
             cause = "first forward" if self._is_written_once(names) else ""
             self.reasons.append(written_weights(self.task, own, error, cause))
         elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
@@ -256,30 +253,22 @@ class Examination(Case):
         one_block = Coupled(coupled.encode, coupled.loss, row_block=self.task.splittable.rows)
         return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}.{inner}".strip("."): parameter
-            for name, module in self.rig.modules.items()
-            for inner, parameter in module._parameters.items()
-            if parameter is not None
-        }
-
     def _is_written_once(self, names: Sequence[str]) -> bool:
         """Whether only the first forward writes to weights, as one that sets them by the samples that it is given."""
-        own, begun = [one for name, one in self._weights().items() if name in names], list[list[torch.Tensor]]()
+        weights, begun = parameters_of(self.rig.roots), list[list[torch.Tensor]]()
+        own = [weights[name] for name in names]
         self.rig.run()
 
         def begin() -> None:
             begun.append([one.detach().clone() for one in own])
 
-        told = announced(self.task.loss_fn, begin, lambda: None, in_pieces=True)
         carried = self.rig.effects.found()
-        self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=told)
+        self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=self.beginning(begin))
         return len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in own]))
 
     def _written_weights(self) -> list[str]:
         """The weights that the forward or the loss writes to, which other micro-batches find changed."""
-        own = self._weights()
+        own = parameters_of(self.rig.roots)
         before = {name: parameter.detach().clone() for name, parameter in own.items()}
         self.rig.run()
         return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
@@ -304,30 +293,18 @@ class Examination(Case):
         where, what = shown_iterators(self.rig.effects.found())
         return reason("moves", where, {"moves": True}, what=what) if differs else None
 
-    def _changed_buffers(self) -> list[str]:
-        """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
-        changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
-        changed -= {id(one) for module in self.rig.modules.values() for one in power_iteration(module)}
-        coupling = {id(module) for module in self.rig.coupling().values()}
-        return [
-            f"{name}.{inner}".strip(".")
-            for name, module in self.rig.modules.items()
-            if id(module) not in coupling
-            for inner, buffer in module._buffers.items()
-            if id(buffer) in changed
-        ]
-
-    def _examine_buffers(self, changed: Sequence[str]) -> float:
+    def _examine_buffers(self) -> float:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
+        changed = self._buffers.changed
         if not changed or self.reasons:
             return 0.0
         error = self.compared(fresh=False).error
         if error <= self.tolerance:
             later = self._buffers.later(self)
-            self.notes.append(later or reason("buffer", changed[0], {"buffers": list(changed)}))
+            self.notes.append(later or reason("buffer", changed[0], {"buffers": changed}))
             return 0.0
         owner, _, name = changed[0].rpartition(".")
-        evidence = {"buffers": list(changed), "error": error}
+        evidence = {"buffers": changed, "error": error}
         said = {"name": name, "code": changed[0], "owner": owner or "model"}
         cause = "counting buffer" if self._buffers.is_count else "moving buffer"
         self.reasons.append(reason(cause, changed[0], evidence, **said))

@@ -1,12 +1,9 @@
 """Why the gradient of a split is not the whole's: a search for each kind of cause, from the simple to the involved."""
 
 import inspect
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +13,18 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
 from anybatch.checking.averages import Averages
-from anybatch.checking.beginnings import announced
-from anybatch.checking.causes import listed, more, reason
+from anybatch.checking.causes import more, reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.cuts import placed_one_by_one
-from anybatch.checking.gradients import distance, relative
+from anybatch.checking.gradients import distance
 from anybatch.checking.isolation import muted
 from anybatch.checking.rig import Outcome, scaled
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
 from anybatch.records.certificates import Reason
-from anybatch.tensors.sideeffects import Effect
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
-_NEAR = 4  # calls that come next
-_LATER = (5040, 5039, 10**6)  # calls, which many numbers divide
-_MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
 
 def searched(case: Case, comparison: Comparison) -> list[Reason]:
@@ -265,141 +257,3 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
     cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
     return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
-
-
-class State:
-    """What the whole batch's run changed in Python, and what it does to the micro-batches that come after."""
-
-    def __init__(self, case: Case, changed: Sequence[Effect]) -> None:
-        self._case = case
-        self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
-        self._parts = case.splits[-1]
-        self.error = 0.0  # how far off the gradient is, if it is
-        self.is_made_once = False  # whether only the first call makes it, by the samples that it is given
-
-    def reason(self) -> Reason | None:
-        """What makes a difference in the micro-batches of one step."""
-        for parts in reversed(self._case.splits if self._changed else ()):  # a state may be for parts of one size only
-            self._parts, self.error, alone = parts, 0.0, self._case.attempt(parts)
-            if isinstance(alone, Outcome) and self._differs(alone, self._changed):
-                break
-        else:
-            return None
-        few = self._changed if len(self._changed) <= _MOST_EFFECTS else []
-        blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
-        self.is_made_once = self._is_made_once(blamed)
-        self._case.attempt(self._parts, carries=self._changed)
-        off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
-        if self.is_made_once:
-            return self._worded("first call", blamed, error=self.error)
-        kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)
-        return self._worded(kind, blamed, off=off, error=self.error)
-
-    def _is_made_once(self, effects: Sequence[Effect]) -> bool:
-        """Whether micro-batches that find what the whole batch has made leave it, and give its gradient."""
-
-        def begin() -> None:
-            for effect in self._changed:
-                effect.set(effect.after)
-
-        found = announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
-        return self._case.is_exact(loss_fn=found) and all(one.again() is one.after for one in effects)
-
-    def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
-        """Whether the split gives something else if some changes go over from one micro-batch to the next."""
-        outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
-        if isinstance(outcome, Outcome):
-            error = relative(distance(outcome.gradients, alone.gradients), max(alone.norm, self._case.whole.norm))
-        self.error = max(self.error, error)
-        return error > self._case.tolerance
-
-    def note(self, *, ahead: bool = False) -> Reason | None:
-        """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does.
-
-        Args:
-            ahead: whether only values count that it has not had yet.
-        """
-        self._case.attempt(self._parts, carries=self._changed)
-        counted = (one for one in self._changed if isinstance(one.after, int) and one.again() != one.after)
-        counters = [*filter(lambda one: one.is_growth, self._changed), *filter(lambda one: one.is_number, counted)]
-        later = [
-            effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect, () if ahead else (0, 1))
-        ]
-        if not later or not math.isfinite(self._case.whole.norm):  # nothing is told apart by what is not finite
-            return None
-        self._case.attempt(self._parts, carries=self._changed)
-        return self._worded("later list" if later[0].is_growth else "later counter", later)
-
-    def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
-        code = _code_of(effects[0])
-        name = re.findall(r"[A-Za-z_]\w*", code)[-1]
-        shown = "; ".join(list(dict.fromkeys(_moved(effect, len(self._parts)) for effect in effects))[:3])
-        evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
-        return reason(
-            cause,
-            code,
-            evidence,
-            shown=shown,
-            off=off,
-            name=name,
-            code=code,
-            kept=f"list({code[4:-1]})",
-            list=code[4:-1],
-        )
-
-    def _matters_elsewhere(self, effect: Effect, others: Sequence[int]) -> bool:
-        """Whether the gradient is another one once it was counted further, to what many periods of calls divide."""
-        setters: list[Callable[[], None]] = [partial(effect.repeat, _LATER[0])]
-        if not effect.is_growth:
-            kind, now = type(effect.after), effect.after
-            near = range(now, now + _NEAR)
-            setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
-        for begin in setters:
-            outcome = self._case.attempt(
-                loss_fn=announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
-            )
-            if not isinstance(outcome, Outcome):
-                continue  # such as an index that is out of range
-            if self._case.error_of(outcome.gradients, outcome.norm) > self._case.tolerance:
-                return True
-        return False
-
-
-def _nothing() -> None:
-    pass
-
-
-def _kind_of(effect: Effect, rows: int) -> str:
-    """The cause by what changed: a counter of calls, another number, rows of the samples, or anything else."""
-    if not effect.is_number:
-        both = (effect.before, effect.after)
-        is_of_samples = all(isinstance(one, torch.Tensor) and one.shape[:1] == (rows,) for one in both)
-        return "state" if is_of_samples else "shared state"
-    return "counter" if effect.after - effect.before == 1 else "number"
-
-
-def _code_of(effect: Effect) -> str:
-    return f"len({effect.place.code.rpartition('[')[0]})" if effect.is_growth else effect.place.code
-
-
-def _moved(effect: Effect, micro_batches: int) -> str:
-    what = f"`{_code_of(effect)}`{effect.place.owner}"
-    now = effect.again()
-    if effect.is_growth:
-        return f"{what} grows with each of {micro_batches} micro-batches"
-    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
-        if (now - effect.before) / (effect.after - effect.before) == micro_batches:
-            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
-        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
-    return f"{what} is changed by one micro-batch and read by the next"
-
-
-def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
-    """What moved in a run and can't be put back: where it lies, and how to say it."""
-    places = [effect.place for effect in effects if effect.is_iterator]
-    if not places:
-        return (
-            "loss",
-            "the model or the loss reads what moves: a counter that can't be put back, an iterator, a clock or a file",
-        )
-    return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"
