@@ -17,7 +17,7 @@ from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.proving import Split
-from anybatch.checking.trial import Trial
+from anybatch.checking.trial import Found, Trial
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _APART = 1e-6  # an error in float64 that is no rounding
 _APART_IN_SINGLE = 1e-2  # where the model can't run in float64
-Found = tuple[Proof, Reason | None]
 
 
 def proof_of_chunks(trial: Trial, split: Split) -> Found:

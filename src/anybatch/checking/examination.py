@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -17,16 +17,12 @@ from anybatch.checking.averages import Averages
 from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
-from anybatch.checking.gradients import distance, relative
-from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
-from anybatch.checking.state import Buffers, State, shown_iterators
+from anybatch.checking.state import Buffers, State
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
-from anybatch.loss.coupling import Coupled
-from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
@@ -221,20 +217,9 @@ class Examination(Case):
                 return comparison
             self.whole = comparison.whole
         self.forgive_cancellation(comparison)
-        error = comparison.error
-        if error <= self.tolerance:
-            return comparison
-        if size := self._wrong_row_block():
-            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
-        elif names := self._written_weights():
-            own = {name: one for name, one in parameters_of(self.rig.roots).items() if name in names}
-            cause = "first forward" if self._is_written_once(names) else ""
-            self.reasons.append(written_weights(self.task, own, error, cause))
-        elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
-            self.reasons.append(found)
-        else:
-            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one
-                             for one in searched(self, comparison)]  # fmt: skip
+        if comparison.error > self.tolerance:
+            found = searched(self, comparison)
+            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one for one in found]
         return comparison
 
     def _with_overlooked_split(self, comparison: Comparison) -> Comparison:
@@ -244,54 +229,6 @@ class Examination(Case):
             return comparison
         self.splits = [*self.splits, overlooked]
         return self.compared()
-
-    def _wrong_row_block(self) -> int:
-        """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
-        coupled = self.task.loss_fn
-        if not isinstance(coupled, Coupled) or coupled.row_block is None:
-            return 0
-        one_block = Coupled(coupled.encode, coupled.loss, row_block=self.task.splittable.rows)
-        return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
-
-    def _is_written_once(self, names: Sequence[str]) -> bool:
-        """Whether only the first forward writes to weights, as one that sets them by the samples that it is given."""
-        weights, begun = parameters_of(self.rig.roots), list[list[torch.Tensor]]()
-        own = [weights[name] for name in names]
-        self.rig.run()
-
-        def begin() -> None:
-            begun.append([one.detach().clone() for one in own])
-
-        carried = self.rig.effects.found()
-        self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=self.beginning(begin))
-        return len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in own]))
-
-    def _written_weights(self) -> list[str]:
-        """The weights that the forward or the loss writes to, which other micro-batches find changed."""
-        own = parameters_of(self.rig.roots)
-        before = {name: parameter.detach().clone() for name, parameter in own.items()}
-        self.rig.run()
-        return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
-
-    def _in_chunks(self) -> Reason | None:
-        """Whether micro-batches add up to the whole batch in the same chunks, though not to all steps at once."""
-        loss, whole = self.task.loss_fn, self.whole
-        if not isinstance(loss, OverTime) or self.compared(whole=(found := self.rig.run())).error > self.tolerance:
-            return None
-        off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
-        evidence = {"error": self.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
-        return reason("time", "chunk_loss", evidence)
-
-    def _moves_unseen(self) -> Reason | None:
-        """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
-        is_cut = isinstance(self.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
-        first = self.rig.run().gradients if is_cut else self.whole.gradients
-        errors = [relative(distance(self.rig.run().gradients, first), self.whole.norm) for _ in range(2)]
-        differs = any(self.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
-        if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
-            return reason("not held")
-        where, what = shown_iterators(self.rig.effects.found())
-        return reason("moves", where, {"moves": True}, what=what) if differs else None
 
     def _examine_buffers(self) -> float:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
@@ -394,17 +331,6 @@ class Examination(Case):
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
         return self.error_of(moved.gradients)
-
-
-def written_weights(task: Task, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
-    """Says that the forward or the loss writes to weights, or that the loss trains those of another net.
-
-    It trains what an optimizer has that it reaches; an average that it moves requires gradients as often.
-    """
-    own = {id(one) for one in task.model.parameters()} if isinstance(task.model, torch.nn.Module) else set()
-    is_trained = {id(one) for one in weights.values()} <= optimized_by(task.loss_fn) - own
-    names = list(weights)
-    return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
 
 
 def _drawn_count(found: Reason) -> Reason:

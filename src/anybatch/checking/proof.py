@@ -19,11 +19,11 @@ from anybatch.checking.causes import in_one_line, is_own, more, seeded, unexplai
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
-from anybatch.checking.examination import later_state, written_weights
+from anybatch.checking.examination import later_state
 from anybatch.checking.proving import Split
-from anybatch.checking.searches import misplaced
+from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
-from anybatch.checking.trial import Difference, Trial, surroundings, tolerated
+from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
@@ -57,7 +57,6 @@ _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Way = Callable[[int], Iterator[Cut]]  # to cut so many samples at most
 Compared = Iterator[Difference | str]
-Found = tuple[Proof, Reason | None]
 
 
 class Seen(NamedTuple):
@@ -351,7 +350,7 @@ class _Prover:
         """What makes the gradients differ."""
         # Before anything else runs: a warm-up may end in the proof, and be seen no more.
         if self._trial.moves(difference.cut):
-            where, what = shown_iterators(self._trial.moved())
+            where, what = shown_iterators(self._trial.effects.found())
             reason = worded("moves", where, {"moves": True}, what=what)
             return difference.proof("not exact", "comparison"), reason
         found = self._decided(difference)

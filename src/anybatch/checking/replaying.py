@@ -22,11 +22,11 @@ from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
-from anybatch.checking.proof import Found, Seen, prove_among_many, with_note
+from anybatch.checking.proof import Seen, prove_among_many, with_note
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import in_place_of
 from anybatch.checking.standins import argument
-from anybatch.checking.trial import Difference, Trial, surroundings, tolerated
+from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces

@@ -225,10 +225,6 @@ class Rig:
         """The splits that are compared with the whole batch."""
         return splits_of(splittable or self.splittable, self.task.micro_batch_size)
 
-    def batches_of(self, parts: Sequence[Part]) -> list[Any]:
-        """The micro-batches of a split, as copies on the device that a run may write to."""
-        return [to_device(batch, self.device) for batch in copies_of(self.splittable, self.dtype).materialise(parts)]
-
     def run(
         self,
         parts: Sequence[Part] | None = None,
@@ -262,7 +258,9 @@ class Rig:
         loss_fn = only(self.task.loss_fn, name) if name else self.task.loss_fn
         if not isinstance(loss_fn, (Coupled, InPieces)):
             loss_fn = _filled(loss_fn)
-        for part, batch in zip(parts, self.batches_of(parts), strict=True):
+        # At once: they are made before one is written to.
+        batches = [to_device(one, self.device) for one in copies_of(self.splittable, self.dtype).materialise(parts)]
+        for part, batch in zip(parts, batches, strict=True):
             if self.splittable.collate is None:
                 alone = Splittable([batch], broadcast=self.splittable.broadcast)
             else:  # whatever collate made of the samples

@@ -1,6 +1,7 @@
 """Why the gradient of a split is not the whole's: a search for each kind of cause, from the simple to the involved."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,12 +17,17 @@ from anybatch.checking.averages import Averages
 from anybatch.checking.causes import more, reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.cuts import placed_one_by_one
-from anybatch.checking.gradients import distance
+from anybatch.checking.gradients import distance, relative
 from anybatch.checking.isolation import muted
+from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Outcome, scaled
+from anybatch.checking.state import shown_iterators
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.sequence import OverTime
 from anybatch.records.certificates import Reason
+from anybatch.update.passes import Task
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
@@ -29,15 +35,83 @@ _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
 
 def searched(case: Case, comparison: Comparison) -> list[Reason]:
     """Names the first cause that is found."""
+    for what, search in _SEARCHES.items():
+        nothing: list[Reason] = []
+        if found := case.searched(what, lambda search=search: search(case, comparison), nothing):  # type: ignore[misc]
+            return found
+    return [reason("not additive")]
+
+
+def _row_block(case: Case, comparison: Comparison) -> list[Reason]:
+    """Whether a coupled loss is the whole batch's only if it is computed for all rows at once."""
+    coupled = case.rig.task.loss_fn
+    if not isinstance(coupled, Coupled) or coupled.row_block is None:
+        return []
+    one_block = Coupled(coupled.encode, coupled.loss, row_block=case.rig.splittable.rows)
+    evidence = {"row_block": coupled.row_block, "error": comparison.error}
+    return [reason("rows", "loss", evidence)] if case.is_exact(loss_fn=one_block) else []
+
+
+def _written(case: Case, comparison: Comparison) -> list[Reason]:
+    """The weights that the forward or the loss writes to, which other micro-batches find changed."""
+    own = parameters_of(case.rig.roots)
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    case.rig.run()
+    written = {name: one for name, one in own.items() if not torch.equal(one.detach(), before[name])}
+    if not written:
+        return []
+    begun = list[list[torch.Tensor]]()
+    case.rig.run()
+
+    def begin() -> None:
+        begun.append([one.detach().clone() for one in written.values()])
+
+    carried = case.rig.effects.found()
+    case.attempt(case.splits[0], fresh=False, carries=carried, loss_fn=case.beginning(begin))
+    # As by a first forward that sets them by the samples that it is given.
+    is_once = len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in written.values()]))
+    return [written_weights(case.rig.task, written, comparison.error, "first forward" if is_once else "")]
+
+
+def written_weights(task: Task, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
+    """Says that the forward or the loss writes to weights, or that the loss trains those of another net.
+
+    It trains what an optimizer has that it reaches; an average that it moves requires gradients as often.
+    """
+    own = {id(one) for one in task.model.parameters()} if isinstance(task.model, torch.nn.Module) else set()
+    is_trained = {id(one) for one in weights.values()} <= optimized_by(task.loss_fn) - own
+    names = list(weights)
+    return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
+
+
+def _failing(case: Case, comparison: Comparison) -> list[Reason]:
     for parts, failure in comparison.failures:
         if not isinstance(failure, CountError):
             whole_leaf = case.searched("leaves that are not per sample", lambda: _not_per_sample(case), None)
             return [whole_leaf or _part_fails(failure, min(len(part.samples) for part in parts))]
-    for what, search in _SEARCHES.items():
-        nothing: list[Reason] = []
-        if found := case.searched(what, lambda search=search: search(case), nothing):  # type: ignore[misc]
-            return found
-    return [reason("not additive")]
+    return []
+
+
+def _in_chunks(case: Case, _: Comparison) -> list[Reason]:
+    """Whether micro-batches add up to the whole batch in the same chunks, though not to all steps at once."""
+    loss, whole = case.rig.task.loss_fn, case.whole
+    if not isinstance(loss, OverTime) or case.compared(whole=(found := case.rig.run())).error > case.tolerance:
+        return []
+    off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
+    evidence = {"error": case.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
+    return [reason("time", "chunk_loss", evidence)]
+
+
+def _moving(case: Case, _: Comparison) -> list[Reason]:
+    """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
+    is_cut = isinstance(case.rig.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
+    first = case.rig.run().gradients if is_cut else case.whole.gradients
+    errors = [relative(distance(case.rig.run().gradients, first), case.whole.norm) for _ in range(2)]
+    differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
+    if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
+        return [reason("not held")]
+    where, what = shown_iterators(case.rig.effects.found())
+    return [reason("moves", where, {"moves": True}, what=what)] if differs else []
 
 
 def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
@@ -56,7 +130,7 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     return [more(one, *failures) for one in reasons]
 
 
-def _hooks(case: Case) -> list[Reason]:
+def _hooks(case: Case, _: Comparison) -> list[Reason]:
     """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
     rig = case.rig
     hooked = {n: p for n, p in zip(rig.names, rig.parameters, strict=True) if p._backward_hooks}
@@ -73,7 +147,7 @@ def _hooks(case: Case) -> list[Reason]:
     return [reason("hook", names[0], evidence)] if error <= case.tolerance else []
 
 
-def _backward(case: Case) -> list[Reason]:
+def _backward(case: Case, _: Comparison) -> list[Reason]:
     """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
     rig = case.rig
     half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
@@ -89,7 +163,7 @@ def _backward(case: Case) -> list[Reason]:
     return [reason("backward", module or (wrong[-1] if wrong else "model"), evidence, shown=shown)]
 
 
-def _padding(case: Case) -> list[Reason]:
+def _padding(case: Case, _: Comparison) -> list[Reason]:
     """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
 
     If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
@@ -104,7 +178,7 @@ def _padding(case: Case) -> list[Reason]:
     return []
 
 
-def _mixing_modules(case: Case) -> list[Reason]:
+def _mixing_modules(case: Case, _: Comparison) -> list[Reason]:
     """The modules that got the same in the whole batch and in its parts, and gave something else."""
     rig, parts = case.rig, list[Recording]()
     with rig.visits.recording(range(rig.splittable.rows)) as whole:
@@ -182,7 +256,7 @@ class Aligned(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _broadcasts(case: Case) -> list[Reason]:
+def _broadcasts(case: Case, _: Comparison) -> list[Reason]:
     """Whether the split adds up where samples in a column and samples in a row are compared one by one."""
     with Aligned() as aligned:
         whole = case.attempt()
@@ -194,13 +268,18 @@ def _broadcasts(case: Case) -> list[Reason]:
     return [reason("broadcasts", "loss", evidence)] if error <= case.tolerance else []
 
 
-_SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
+_SEARCHES: dict[str, Callable[[Case, Comparison], list[Reason]]] = {
+    "rows of a block": _row_block,
+    "weights that are written to": _written,
+    "parts that fail": _failing,
+    "chunks of time": _in_chunks,
+    "what moves": _moving,
     "hooks": _hooks,
     "whether the backward is linear": _backward,
     "padding": _padding,
     "modules that mix samples": _mixing_modules,
     "shapes that broadcast": _broadcasts,
-    "what the loss is averaged over": lambda case: wrong_averages(case, case.compared()),
+    "what the loss is averaged over": lambda case, _: wrong_averages(case, case.compared()),
 }
 
 

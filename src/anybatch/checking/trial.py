@@ -31,14 +31,14 @@ from anybatch.loss.weights import FORWARD
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
-from anybatch.records.certificates import Certificate
+from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import Effect, SideEffects
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
@@ -54,6 +54,7 @@ _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 T = TypeVar("T")
+Found = tuple[Proof, Reason | None]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Trial:
         # the weights of TorchScript that writes to something, which no mode sees; until a run has moved none of them
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
-        self._effects = SideEffects([*self._modules, *functions], tensors=False)
+        self.effects = SideEffects([*self._modules, *functions], tensors=False)
         self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
@@ -226,10 +227,6 @@ class Trial:
         found = self._compared(cut, one, other)
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
-
-    def moved(self) -> list[Effect]:
-        """What has moved in Python and can't be put back."""
-        return self._effects.found()
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
@@ -405,7 +402,7 @@ class Trial:
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
-        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self._effects.drew()
+        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self.effects.drew()
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
@@ -449,8 +446,8 @@ class Trial:
             self.has_state = self.has_state or moves_buffers
             is_moved = (written is not None and self._may_write) or moves_buffers
             if self.counts is None:
-                self.counts = any(one.is_number or one.is_growth for one in self._effects.found())
-            self._has_moved = self._effects.restore() or is_moved
+                self.counts = any(one.is_number or one.is_growth for one in self.effects.found())
+            self._has_moved = self.effects.restore() or is_moved
             self._before.restore(warns=False)
 
     def written_by_name(self) -> dict[str, torch.Tensor]:
