@@ -148,11 +148,10 @@ def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
 
 
 class Buffers:
-    """The buffers that a run has just changed, but for those of BatchNorm and spectral norms; and all flags."""
+    """The buffers that a run has just changed, but for those of spectral norms, and all flags; BatchNorm is frozen."""
 
     def __init__(self, rig: Rig) -> None:
         own = {id(one) for module in rig.modules.values() for one in power_iteration(module)}
-        coupled = {id(module._buffers) for module in rig.coupling().values()}
         names = {
             (id(module._buffers), inner): f"{name}.{inner}".strip(".")
             for name, module in reversed(rig.modules.items())  # the model's own name counts
@@ -167,7 +166,7 @@ class Buffers:
             if id(buffer) in own or now is None:
                 continue
             is_same = now.shape == before.shape and torch.equal(now, before)
-            if (now is not buffer or not is_same) and id(home) not in coupled:
+            if now is not buffer or not is_same:
                 self.changed.append(name)
             if is_flag(buffer):
                 if not before.any():  # one that is set says that something was done, which would be done again
