@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
-from anybatch.batch.windowing import Window
 from anybatch.checking.examination import examine
 from anybatch.interception import unobserved
 from anybatch.loss.accumulate import DropoutPolicy
@@ -98,10 +96,7 @@ def check(
         batch_norm=batch_norm, accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
     refuse_parts(model, "check")
-    splittable = Splittable(
-        batch.batches if isinstance(batch, Window) else [batch],
-        broadcast=options.broadcast, collate=collate, cost=cost, may_be_empty=True,
-    )  # fmt: skip
+    splittable = options.splittable(batch, may_be_empty=True)
     size = micro_batch_size if plan is None else plan.micro_batch_size
     settings = replace(options.settings(), scaler=None)
     task = Task(model, loss_fn, count, settings, batch_norm, splittable, size)

@@ -10,7 +10,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.checking.causes import more, reason
 from anybatch.checking.comparison import Case
 from anybatch.checking.counts import Candidate, apart, ways_to_count
-from anybatch.checking.gradients import norm_of
+from anybatch.checking.gradients import length_of, norm_of, sketched
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.rig import Outcome, parts_of_sizes
 from anybatch.loss.coupling import Coupled
@@ -31,16 +31,18 @@ class Columns(NamedTuple):
     counts: list[float]  # what ``Mean`` s are over; empty for a plain loss
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], name: str) -> "Columns":
-        """The columns of runs in which one loss was the only one that counted."""
+    def of(cls, outcomes: Sequence[Outcome], name: str, sizes: Sequence[int]) -> "Columns":
+        """The columns of runs in which one loss was the only one that counted.
+
+        Args:
+            sizes: the entries of each gradient, of which there may be none.
+        """
         counts = [outcome.counts[name] for outcome in outcomes if name in outcome.counts]
-        factors = torch.tensor(
-            [outcome.counts.get(name, 1.0) for outcome in outcomes], dtype=torch.float64, device="cpu"
-        )
-        values = torch.tensor(
-            [outcome.losses.get(name, 0.0) for outcome in outcomes], dtype=torch.float64, device="cpu"
-        )
-        return cls(values * factors, torch.stack([outcome.sketch() for outcome in outcomes], 1) * factors, counts)
+        pairs = [(outcome.losses.get(name, 0.0), outcome.counts.get(name, 1.0)) for outcome in outcomes]
+        values, factors = torch.tensor(pairs, dtype=torch.float64, device="cpu").T
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        kept = [torch.cat([nothing, *map(sketched, one.gradients, sizes)]) for one in outcomes]
+        return cls(values * factors, torch.stack(kept, 1) * factors, counts)
 
     def chosen(self, which: torch.Tensor) -> "Columns":
         """Some of the columns."""
@@ -157,6 +159,7 @@ class Averages:
         self._names = list(case.whole.losses)
         self._splittable = splittable = case.rig.splittable
         self._given = case.rig.task.count
+        self._sizes = [one.numel() * (2 if one.is_complex() else 1) for one in case.rig.parameters]
         self._whole = next(splittable.materialise(splittable.plan(None)))
         self._batches = [list(splittable.materialise(parts)) for parts in self._splits]
         self._candidates = ways_to_count(self._whole, splittable.broadcast, tensors_of(case.rig.task.loss_fn))
@@ -220,9 +223,7 @@ class Averages:
         return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
 
     def _measured(self, parts: Sequence[Part], name: str) -> Columns:
-        outcomes = list(self._rig.parts(parts, name if len(self._names) > 1 else ""))
-        self._owners = outcomes[0].owners()
-        return Columns.of(outcomes, name)
+        return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._sizes)
 
     def _fitting(self, pieces: Pieces, name: str) -> list[Candidate]:
         """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
@@ -300,14 +301,16 @@ class Averages:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
         if isinstance(self._rig.task.loss_fn, Coupled):
             return None
-        if pieces.narrowed(torch.ones_like(self._owners, dtype=torch.bool)).is_mean_of_reached():
+        lengths = torch.tensor(list(map(length_of, self._sizes)), dtype=torch.int64, device="cpu")
+        places = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)  # of the parameters, of each entry
+        if pieces.narrowed(torch.ones_like(places, dtype=torch.bool)).is_mean_of_reached():
             return reason("function of a mean", where)  # one mean, by whose weights the value does not add up
         owners: dict[str, list[int]] = {}
         for position, parameter in enumerate(self._rig.names):
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
         found: dict[str, tuple[str, str, str]] = {}
         for owner, own in owners.items():
-            one = pieces.narrowed(torch.isin(self._owners, torch.tensor(own, device="cpu")))
+            one = pieces.narrowed(torch.isin(places, torch.tensor(own, device="cpu")))
             if not norm_of(one.whole.gradients):
                 continue
             if fitting := self._of_shares(one, self._candidates):

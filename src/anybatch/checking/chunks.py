@@ -13,10 +13,11 @@ from typing import cast
 
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import in_one_line, is_own, reason, unexplained
-from anybatch.checking.cuts import MOST, Cut, own_rows
+from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
 from anybatch.checking.gradients import distance, relative
-from anybatch.checking.trial import Trial
+from anybatch.checking.proving import Split
+from anybatch.checking.trial import Found, Trial
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
@@ -29,23 +30,19 @@ logger = logging.getLogger(__name__)
 
 _APART = 1e-6  # an error in float64 that is no rounding
 _APART_IN_SINGLE = 1e-2  # where the model can't run in float64
-Found = tuple[Proof, Reason | None]
 
 
-def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
+def proof_of_chunks(trial: Trial, split: Split) -> Found:
     """What a few sequences show in the chunks of a step that cuts time, and in others."""
+    task = split.task
     loss, (length, total) = cast(OverTime, task.loss_fn), cast(tuple[int, float], task.cut_of_time)
-    cut, other = _other_way(task, length, total, parts)
+    cut, other = _other_way(task, length, total, split.parts)
     note = "one sequence does not fit in a longer chunk"
     if other != length:
         try:
             in_chunks = [loss.in_chunks(one) for one in (length, other)]
             difference = trial.of_losses_alike(cut, in_chunks, in_value=loss.mode == "truncated")
-            dtype = str(difference.dtype).removeprefix("torch.")
-            proof = Proof(
-                "exact", "comparison", cut.sizes[0], cut.sizes, difference.error, difference.tolerance, dtype,
-                chunks=(length, other),
-            )  # fmt: skip
+            proof = difference.proof("exact", "comparison", chunks=(length, other))
             if difference.is_none:
                 return proof, None
             try:
@@ -74,7 +71,7 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
 
 def _other_way(task: Task, length: int, total: float, parts: Sequence[Part]) -> tuple[Cut, int]:
     """A few rows of the largest micro-batch, and the length of chunks that take no more than this has in one."""
-    batch, own = max(own_rows(task.splittable, parts), key=lambda one: max(map(len, one[1]), default=0))
+    batch, own = max(Cuts(task.splittable, parts).own_rows(), key=lambda one: max(map(len, one[1]), default=0))
     rows = max(own, key=len)
     fit = int(len(rows) * length // total)  # sequences that fit with all steps at once
     few = min(MOST, fit or max(1, len(rows) // 2))
@@ -88,7 +85,7 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> tuple[Reason,
     with ExitStack() as stack:
         rig, _, refused = opened(replace(task, loss_fn=loss.in_chunks(length)), stack)
         if rig.stand_ins is not None:
-            rig.stand_ins.hold_constant(True)
+            rig.stand_ins.held.constant = True
         whole, ran = rig.run(), rig.run(loss_fn=loss.in_chunks(other))
         values = [relative(abs(ran.losses.get(name, 0.0) - one), abs(one)) for name, one in whole.losses.items()]
         error, off = relative(distance(ran.gradients, whole.gradients), whole.norm), max(values, default=0.0)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.gradients import distance, relative
-from anybatch.checking.rig import Outcome, Rig
-from anybatch.errors import CountError
+from anybatch.checking.rig import Outcome, Rig, announced
+from anybatch.loss.losses import LossFunction
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.update.transaction import is_out_of_memory
@@ -34,25 +34,20 @@ class Comparison:
         """The norm of the difference of a split's gradient and the whole's."""
         return distance(outcome.gradients, self.whole.gradients) if isinstance(outcome, Outcome) else math.inf
 
-    def loss_error(self, name: str | None = None) -> float:
-        """The relative error of the value of a loss in the worst split, without a name of the worst loss."""
+    def loss_error(self, *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst split."""
         found = [0.0]
         for _, outcome in self.each:
-            for own, value in self.whole.losses.items() if name is None else [(name, self.whole.losses[name])]:
-                is_there = isinstance(outcome, Outcome)
-                other = outcome.losses.get(own, 0.0) if isinstance(outcome, Outcome) else 0.0
-                found.append(relative(abs(other - value), abs(value)) if is_there else math.inf)
+            for name in names or self.whole.losses:
+                value = self.whole.losses[name]
+                off = abs(outcome.losses.get(name, 0.0) - value) if isinstance(outcome, Outcome) else math.inf
+                found.append(relative(off, abs(value)))
         return max(found)
 
     @property
     def failures(self) -> list[tuple[Sequence[Part], Exception]]:
         """The splits that failed, and the errors."""
         return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
-
-    @property
-    def breaks(self) -> bool:
-        """Whether a split fails where the whole batch does not, other than by its counts."""
-        return any(not isinstance(error, CountError) for _, error in self.failures)
 
     def wrong_losses(self, tolerance: float) -> list[str]:
         """The losses whose values differ; all if none does."""
@@ -89,6 +84,10 @@ class Case:
             if is_out_of_memory(error) or isinstance(error, OverBudget):
                 raise
             return error.with_traceback(None)
+
+    def beginning(self, begin: Callable[[], None]) -> LossFunction:
+        """The loss, of which each micro-batch begins with something."""
+        return announced(self.rig.task.loss_fn, begin)
 
     def error_of(self, gradients: Any, scale: float = 0.0) -> float:
         """How far a gradient is from the whole's, over the norm of that or a larger scale."""

@@ -1,10 +1,10 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -94,168 +94,150 @@ def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, dict[str, i
             yield label, placed, Splittable(splittable.batches, broadcast=chosen)
 
 
-def most_of(largest: int) -> int:
-    """How many samples are run of micro-batches of a size: few, which are cheap, and more where more are cheap, too."""
-    return max(MOST, min(_MANY, largest // 8))
-
-
-def cuts_inside(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, beyond: bool = False
-) -> Iterator[Cut]:
-    """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
-
-    The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
-
-    Args:
-        beyond: whether more samples than a micro-batch has are taken.
-    """
-    largest = max(parts, key=lambda part: len(part.samples))
-    columns = _numbers(splittable, largest.batch)
-    wanted = min(columns.shape[1], most, columns.shape[1] if beyond else len(largest.samples))
-    if wanted >= 2:
-        units = [[row] for row in range(columns.shape[1])]
-        again = _AGAIN if wanted == _MANY and not beyond else 0
-        yield from _cuts_of(splittable, largest.batch, columns, units, wanted, again)
-
-
-def cuts_of_groups(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int, again: int = 0
-) -> Iterator[Cut]:
-    """Cuts between groups of samples that stand together, into unequal numbers of groups.
-
-    Args:
-        again: cuts of any groups that come after those of unlike ones.
-    """
-    batch, columns, wanted = _in_groups(splittable, parts, most, group)
-    if wanted:
-        units = _grouped(range(columns.shape[1]), group)
-        yield from _cuts_of(splittable, batch, columns, units, wanted, again)
-
-
-def cuts_of_other_groups(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int
-) -> Iterator[Cut]:
-    """The same of groups that the batch does not have: of samples that are alike in one of their numbers, and of any.
-
-    If these make no difference, either, it is for their places that samples belong together, and not for what is in
-    them, which is another in each batch.
-    """
-    batch, columns, wanted = _in_groups(splittable, parts, most, group)
-    generator = torch.Generator("cpu").manual_seed(0)
-    orders = [torch.randperm(columns.shape[1], generator=generator, device="cpu"), *columns.argsort(dim=1, stable=True)]
-    for order in dict.fromkeys(tuple(order.tolist()) for order in orders) if wanted else ():
-        yield from islice(_cuts_of(splittable, batch, columns, _grouped(order, group), wanted), 1)
-
-
-def cuts_of_parted_groups(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int
-) -> Iterator[Cut]:
-    """Cuts within a group. Where one makes no difference, samples do not belong together in such groups."""
-    for cut in cuts_of_groups(splittable, parts, most, group=group, again=_AGAIN):
-        for few in sorted({1, group // 2, group - 1} - {0}):
-            yield cut._replace(sizes=(sum(cut.sizes) - few, few))
-
-
-def are_marked(splittable: Splittable, parts: Sequence[Part], group: int) -> bool:
-    """Whether a number of samples, such as a class or a query, is shared within each group and never between two."""
-    batch = max(parts, key=lambda part: len(part.samples)).batch
-    columns = _numbers(splittable, batch, among=splittable.rows)
-    groups = columns[:, : columns.shape[1] // group * group].unflatten(1, (-1, group)).tolist()
-    kinds = [[set(one) for one in column] for column in groups]
-    return any(max(map(len, held)) < group and sum(map(len, held)) == len(set().union(*held)) for held in kinds)
-
-
-def _in_groups(splittable: Splittable, parts: Sequence[Part], most: int, group: int) -> tuple[int, torch.Tensor, int]:
-    """The batch that is cut, its numbers, and how many groups are taken of it; 0 where it has too few."""
-    batch = max(parts, key=lambda part: len(part.samples)).batch
-    columns = _numbers(splittable, batch)
-    wanted = max(most // group, _GROUPS)
-    return batch, columns, wanted if wanted * group <= columns.shape[1] else 0
-
-
-def _grouped(rows: Sequence[int], group: int) -> list[list[int]]:
-    return [list(rows[start : start + group]) for start in range(0, len(rows) - group + 1, group)]
-
-
-def _cuts_of(
-    splittable: Splittable, batch: int, columns: torch.Tensor, units: "Units", wanted: int, again: int = 0
-) -> Iterator[Cut]:
-    first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
-    yield from _cuts(splittable, batch, units, _choices(columns, units, first, wanted - first))
-    generator = torch.Generator("cpu").manual_seed(0)
-    for _ in range(again):
-        drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
-        yield from _cuts(splittable, batch, units, [(drawn[:first], drawn[first:])])
-
-
-def cut_as_split(
-    splittable: Splittable, parts: Sequence[Part], most: int = 0, *, is_free: bool = False, size: int | None = None
-) -> Cut | None:
-    """Some of the step's own micro-batches of one batch, the first and the last of those of the full size among them.
-
-    What goes over from one to the next may do so only where both have the same size, as a hidden state does.
-
-    Args:
-        most: samples up to which more than two micro-batches are taken; what one or two samples give may not differ.
-        is_free: whether samples may be put together otherwise. Then the most usual ones are in the first parts, and the
-            most unusual ones in the last: a branch on ``any()`` or on the number of a loss, which all micro-batches of
-            a batch may take alike, goes another way in each.
-        size: samples of a micro-batch that are taken; ``None`` for all.
-
-    Returns:
-        The cut; ``None`` if no batch has two micro-batches.
-    """
-    for batch, own in own_rows(splittable, parts):
-        if len(own) > 1:
-            order, largest = list(range(len(own))), max(map(len, own))
-            full = [number for number in order if len(own[number]) == largest]
-            order = order if len(full) < 2 or splittable.has_costs else full
-            taken = min(len(order), max(2, most // largest))
-            chosen = [own[n][:size] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
-            rows, sizes = [row for rows in chosen for row in rows], tuple(map(len, chosen))
-            if is_free:
-                usual, half = _from_usual_to_unusual(splittable, batch, max(_SORTED, max(rows) + 1)), len(rows) // 2
-                if splittable.has_costs:  # others may take more memory
-                    usual = [row for row in usual if row in rows]
-                rows = [*usual[:half], *usual[half - len(rows) :]]
-            return Cut(splittable.chosen(rows, batch), sizes, is_free)
-    return None
-
-
-def own_rows(splittable: Splittable, parts: Sequence[Part]) -> Iterator[tuple[int, list[list[int]]]]:
-    """The rows of the first micro-batches of each batch, counted within the batch."""
-    start = 0
-    for batch in range(max(1, len(splittable.layouts))):
-        yield batch, [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
-        start += splittable.layouts[batch].rows if splittable.layouts else 0
-
-
-def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> list[int]:
-    """The first samples of a batch, those last that have a number far from the others' of its kind."""
-    columns = _numbers(splittable, batch, among)[:, :among]
-    apart = (columns - columns.mean(1, keepdim=True)) / columns.std(1, keepdim=True)
-    order: list[int] = apart.nan_to_num().abs().amax(0).argsort(stable=True).tolist()
-    return order
-
-
-def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
-    """Two of the step's own micro-batches of one batch; none if no batch has two."""
-    for batch, own in own_rows(splittable, parts):
-        units = [unit for unit in own if 2 * len(unit) <= most]
-        if len(units) > 1:
-            columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)
-            yield from _cuts(splittable, batch, units, _choices(columns, units, 1, 1))
-            return
-
-
 Units = Sequence[list[int]]
 Choice = tuple[list[int], list[int]]
 
 
-def _cuts(splittable: Splittable, batch: int, units: Units, choices: Iterable[Choice]) -> Iterator[Cut]:
-    for chosen in choices:
-        few, many = sorted(([row for number in sorted(some) for row in units[number]] for some in chosen), key=len)
-        yield Cut(splittable.chosen([*many, *few], batch), (len(many), len(few)))
+class Cuts:
+    """The cuts of a batch that a step has split."""
+
+    def __init__(self, splittable: Splittable, parts: Sequence[Part]) -> None:
+        self._splittable, self._parts = splittable, parts
+        largest = max(parts, key=lambda part: len(part.samples))
+        self.largest, self._batch = len(largest.samples), largest.batch  # of the largest micro-batch
+
+    @functools.cached_property
+    def _columns(self) -> torch.Tensor:
+        return _numbers(self._splittable, self._batch)
+
+    @property
+    def most(self) -> int:
+        """How many samples are run: few, which are cheap, and more where more are cheap, too."""
+        return max(MOST, min(_MANY, self.largest // 8))
+
+    def inside(self, most: int = MOST, *, beyond: bool = False) -> Iterator[Cut]:
+        """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
+
+        The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
+
+        Args:
+            beyond: whether more samples than a micro-batch has are taken.
+        """
+        rows = self._columns.shape[1]
+        wanted = min(rows, most, rows if beyond else self.largest)
+        if wanted >= 2:
+            again = _AGAIN if wanted == _MANY and not beyond else 0
+            yield from self._unlike([[row] for row in range(rows)], wanted, again)
+
+    def of_groups(self, most: int = MOST, *, group: int, again: int = 0, mixed: bool = False) -> Iterator[Cut]:
+        """Cuts between groups of samples that stand together, into unequal numbers of groups.
+
+        If groups that the batch does not have make no difference, either, it is for their places that samples belong
+        together, and not for what is in them, which is another in each batch.
+
+        Args:
+            again: cuts of any groups that come after those of unlike ones.
+            mixed: whether such groups are made: of samples that are alike in one of their numbers, and of any.
+        """
+        columns, wanted = self._columns, max(most // group, _GROUPS)
+        if wanted * group > columns.shape[1]:
+            return
+        if not mixed:
+            yield from self._unlike(_grouped(range(columns.shape[1]), group), wanted, again)
+            return
+        drawn = torch.randperm(columns.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        for order in dict.fromkeys(tuple(order.tolist()) for order in (drawn, *columns.argsort(dim=1, stable=True))):
+            yield from itertools.islice(self._unlike(_grouped(order, group), wanted), 1)
+
+    def of_parted_groups(self, *, group: int) -> Iterator[Cut]:
+        """Cuts within a group. Where one makes no difference, samples do not belong together in such groups."""
+        for cut in self.of_groups(group=group, again=_AGAIN):
+            for few in sorted({1, group // 2, group - 1} - {0}):
+                yield cut._replace(sizes=(sum(cut.sizes) - few, few))
+
+    def are_marked(self, group: int) -> bool:
+        """Whether a number of samples, as a class or a query, is shared within each group and never between two."""
+        columns = _numbers(self._splittable, self._batch, among=self._splittable.rows)
+        groups = columns[:, : columns.shape[1] // group * group].unflatten(1, (-1, group)).tolist()
+        kinds = [[set(one) for one in column] for column in groups]
+        return any(max(map(len, held)) < group and sum(map(len, held)) == len(set().union(*held)) for held in kinds)
+
+    def between(self, most: int = 2 * MOST) -> Iterator[Cut]:
+        """Two of the step's own micro-batches of one batch; none if no batch has two."""
+        for batch, own in self.own_rows():
+            units = [unit for unit in own if 2 * len(unit) <= most]
+            if len(units) > 1:
+                columns = _numbers(self._splittable, batch, among=max(map(max, units)) + 1)
+                yield from self._of(batch, units, _choices(columns, units, 1, 1))
+                return
+
+    def as_split(self, most: int = 0, *, is_free: bool = False, size: int | None = None) -> Cut | None:
+        """Some of the step's own micro-batches of one batch, with the first and the last of those of the full size.
+
+        What goes over from one to the next may do so only where both have the same size, as a hidden state does.
+
+        Args:
+            most: samples up to which more than two micro-batches are taken; what one or two samples give may not
+                differ.
+            is_free: whether samples may be put together otherwise. Then the most usual ones are in the first parts, and
+                the most unusual ones in the last: a branch on ``any()`` or on the number of a loss, which all
+                micro-batches of a batch may take alike, goes another way in each.
+            size: samples of a micro-batch that are taken; ``None`` for all.
+
+        Returns:
+            The cut; ``None`` if no batch has two micro-batches.
+        """
+        has_costs = self._splittable.has_costs
+        for batch, own in self.own_rows():
+            if len(own) > 1:
+                order, largest = list(range(len(own))), max(map(len, own))
+                full = [number for number in order if len(own[number]) == largest]
+                order = order if len(full) < 2 or has_costs else full
+                taken = min(len(order), max(2, most // largest))
+                numbers = sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))
+                chosen = [own[number][:size] for number in numbers]
+                rows, sizes = [row for rows in chosen for row in rows], tuple(map(len, chosen))
+                if is_free:
+                    usual, half = self._from_usual_to_unusual(batch, max(_SORTED, max(rows) + 1)), len(rows) // 2
+                    if has_costs:  # others may take more memory
+                        usual = [row for row in usual if row in rows]
+                    rows = [*usual[:half], *usual[half - len(rows) :]]
+                return Cut(self._splittable.chosen(rows, batch), sizes, is_free)
+        return None
+
+    def own_rows(self) -> Iterator[tuple[int, list[list[int]]]]:
+        """The rows of the first micro-batches of each batch, counted within the batch."""
+        start, layouts = 0, self._splittable.layouts
+        for batch in range(max(1, len(layouts))):
+            yield (
+                batch,
+                [[row - start for row in part.samples] for part in self._parts if part.batch == batch][:_PAIRED],
+            )
+            start += layouts[batch].rows if layouts else 0
+
+    def _from_usual_to_unusual(self, batch: int, among: int) -> list[int]:
+        """The first samples of a batch, those last that have a number far from the others' of its kind."""
+        columns = _numbers(self._splittable, batch, among)[:, :among]
+        apart = (columns - columns.mean(1, keepdim=True)) / columns.std(1, keepdim=True)
+        order: list[int] = apart.nan_to_num().abs().amax(0).argsort(stable=True).tolist()
+        return order
+
+    def _unlike(self, units: Units, wanted: int, again: int = 0) -> Iterator[Cut]:
+        first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
+        yield from self._of(self._batch, units, _choices(self._columns, units, first, wanted - first))
+        generator = torch.Generator("cpu").manual_seed(0)
+        for _ in range(again):
+            drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
+            yield from self._of(self._batch, units, [(drawn[:first], drawn[first:])])
+
+    def _of(self, batch: int, units: Units, choices: Iterable[Choice]) -> Iterator[Cut]:
+        for chosen in choices:
+            few, many = sorted(([row for number in sorted(some) for row in units[number]] for some in chosen), key=len)
+            yield Cut(self._splittable.chosen([*many, *few], batch), (len(many), len(few)))
+
+
+def _grouped(rows: Sequence[int], group: int) -> list[list[int]]:
+    return [list(rows[start : start + group]) for start in range(0, len(rows) - group + 1, group)]
 
 
 def _choices(columns: torch.Tensor, units: Units, first: int, second: int) -> Iterator[Choice]:

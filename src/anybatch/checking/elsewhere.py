@@ -5,6 +5,7 @@ them as long as all are, as often in the first batch.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +22,14 @@ _NOISE = 0.5  # of what a sample has
 _AT_ONCE = 1 << 20  # entries that are compared with a mark: a mask of a whole leaf may have no room in a budget
 
 
+_Has = Callable[[torch.Tensor], Any]
+
+
 class Unseen(NamedTuple):
     """What a batch does not have, and would have to be proved for."""
 
     keys: tuple[str, ...]  # of the leaf
-    has: Callable[[torch.Tensor], Any]  # whether an entry of it is so
+    has: _Has  # whether an entry of it is so
     what: Any = ""  # what it is known by
 
     def is_in(self, batches: Iterable[Any]) -> bool:
@@ -78,38 +82,31 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
     """
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
-        values, is_whole = flat(batch), ".".join(keys) in splittable.broadcast
-        if not _is_numbers(leaf) or is_whole or _is_full(leaf):
+        if not _is_numbers(leaf) or ".".join(keys) in splittable.broadcast or _is_full(leaf):
             continue
-        kept, first, others = _by_chance(leaf, sizes), leaf.flatten()[0].item(), list[tuple[Any, float]]()
-        if leaf.is_floating_point():
-            others.append((_is_missing, float("nan")))
-        if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
-            others.append((_is_uneven, first / 4))
-        if leaf.is_floating_point() and not _is_negative(leaf):
-            others.append((_is_negative, -1))
-        for has, other in _others(leaf):
-            if has is _is_negative:  # which is not tried: kernels may read where such an index points
-                yield Unseen(tuple(keys), has, "negative"), None
-            else:
-                others.append((has, other))
-        for has, other in others:
-            values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
-            yield (
-                Unseen(tuple(keys), has, "uneven" if has is _is_uneven else str(other)),
-                Splittable([like(batch, values)], broadcast=splittable.broadcast),
-            )
-        if leaf.dim() == 1 and not leaf.is_floating_point() and not _is_twice(leaf):
-            values[place] = leaf[
-                torch.arange(len(leaf), device=leaf.device) % ((len(leaf) + 1) // 2)
-            ]  # in other micro-batches
-            yield (
-                Unseen(tuple(keys), _is_twice, "twice"),
-                Splittable([like(batch, values)], broadcast=splittable.broadcast),
-            )
+        values, kept = flat(batch), _by_chance(leaf, sizes)
+        for has, what, other in _others_tried(leaf):
+            values[place] = torch.where(kept, leaf, torch.full_like(leaf, other)) if isinstance(other, float) else other
+            found = Splittable([like(batch, values)], broadcast=splittable.broadcast)
+            yield Unseen(tuple(keys), has, what), None if other is None else found
 
 
-def _others(leaf: torch.Tensor) -> Iterator[tuple[Callable[[torch.Tensor], Any], float]]:
+def _others_tried(leaf: torch.Tensor) -> Iterator[tuple[_Has, str, float | torch.Tensor | None]]:
+    """What a leaf has not, with a number for some of its entries, or another leaf, by which it is tried."""
+    is_whole, first = not leaf.is_floating_point(), leaf.flatten()[0].item()
+    if not is_whole:
+        yield _is_missing, "nan", math.nan
+    if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
+        yield _is_uneven, "uneven", first / 4
+    if not is_whole and not _is_negative(leaf):
+        yield _is_negative, "-1", -1.0
+    for has, mark in _others(leaf):  # negative ones are not tried: kernels may read where such an index points
+        yield has, *(("negative", None) if has is _is_negative else (str(mark), float(mark)))
+    if is_whole and leaf.dim() == 1 and not _is_twice(leaf):  # in other micro-batches
+        yield _is_twice, "twice", leaf[torch.arange(len(leaf), device=leaf.device) % ((len(leaf) + 1) // 2)]
+
+
+def _others(leaf: torch.Tensor) -> Iterator[tuple[_Has, float]]:
     """Whole numbers that a leaf has not: negative ones, and those that may stand for a padding, an end or a flag."""
     if leaf.is_floating_point():
         return

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,24 +14,18 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
-from anybatch.checking.beginnings import announced
 from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
-from anybatch.checking.gradients import distance, relative
-from anybatch.checking.later import Buffers
-from anybatch.checking.reach import optimized_by
 from anybatch.checking.rig import Outcome, Rig
-from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
+from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
+from anybatch.checking.state import Buffers, State
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
-from anybatch.loss.coupling import Coupled
-from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
-from anybatch.tensors.spectral import power_iteration
 from anybatch.update.passes import Task
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
@@ -131,8 +125,7 @@ class Examination(Case):
 
     def certificate(self) -> Certificate:
         """Runs the check."""
-        changed, effects = self._changed_buffers(), self.rig.effects.found()
-        self._buffers = Buffers(self.rig)
+        effects, self._buffers = self.rig.effects.found(), Buffers(self.rig)
         self._drawn = self.rig.has_drawn(torch_too=False)
         self._note_what_is_checked()
         if self._refused:
@@ -155,7 +148,7 @@ class Examination(Case):
         error = max(
             comparison.error,
             self.searched("BatchNorm", self._examine_batch_norm, 0.0),
-            self.searched("buffers", lambda: self._examine_buffers(changed), 0.0),
+            self.searched("buffers", self._examine_buffers, 0.0),
             self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
         if names := self.rig.hooked_by_optimizers():
@@ -201,20 +194,20 @@ class Examination(Case):
         stand_ins, drew = self.rig.stand_ins, False
         if stand_ins is not None and stand_ins.draws:
             drawn = comparison
-            stand_ins.hold_constant(True)
+            stand_ins.held.constant = True
             whole = self.rig.run()
             drew = not whole.is_finite
             if not drew:
                 comparison = self.compared(whole=whole)
             if comparison.error > self.tolerance and stand_ins.is_uneven:
-                stand_ins.hold_alike(True)
+                stand_ins.held.alike = True
                 alike = self.rig.run()
                 if any(one is not None and one.any() for one in alike.gradients):
                     comparison = self.compared(whole=alike)
                 else:  # nothing was compared
-                    stand_ins.hold_alike(False)
+                    stand_ins.held.alike = False
             if drew or comparison.error <= self.tolerance:
-                stand_ins.hold_constant(False)
+                stand_ins.held.constant = False
             if comparison.error <= self.tolerance:
                 self.rig.run()
                 reasons = wrong_averages(self, drawn)
@@ -224,20 +217,9 @@ class Examination(Case):
                 return comparison
             self.whole = comparison.whole
         self.forgive_cancellation(comparison)
-        error = comparison.error
-        if error <= self.tolerance:
-            return comparison
-        if size := self._wrong_row_block():
-            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
-        elif names := self._written_weights():
-            own = {name: one for name, one in self._weights().items() if name in names}
-            cause = "first forward" if self._is_written_once(names) else ""
-            self.reasons.append(written_weights(self.task, own, error, cause))
-        elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
-            self.reasons.append(found)
-        else:
-            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one
-                             for one in searched(self, comparison)]  # fmt: skip
+        if comparison.error > self.tolerance:
+            found = searched(self, comparison)
+            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one for one in found]
         return comparison
 
     def _with_overlooked_split(self, comparison: Comparison) -> Comparison:
@@ -248,86 +230,18 @@ class Examination(Case):
         self.splits = [*self.splits, overlooked]
         return self.compared()
 
-    def _wrong_row_block(self) -> int:
-        """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
-        coupled = self.task.loss_fn
-        if not isinstance(coupled, Coupled) or coupled.row_block is None:
-            return 0
-        one_block = Coupled(coupled.encode, coupled.loss, row_block=self.task.splittable.rows)
-        return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}.{inner}".strip("."): parameter
-            for name, module in self.rig.modules.items()
-            for inner, parameter in module._parameters.items()
-            if parameter is not None
-        }
-
-    def _is_written_once(self, names: Sequence[str]) -> bool:
-        """Whether only the first forward writes to weights, as one that sets them by the samples that it is given."""
-        own, begun = [one for name, one in self._weights().items() if name in names], list[list[torch.Tensor]]()
-        self.rig.run()
-
-        def begin() -> None:
-            begun.append([one.detach().clone() for one in own])
-
-        told = announced(self.task.loss_fn, begin, lambda: None, in_pieces=True)
-        carried = self.rig.effects.found()
-        self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=told)
-        return len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in own]))
-
-    def _written_weights(self) -> list[str]:
-        """The weights that the forward or the loss writes to, which other micro-batches find changed."""
-        own = self._weights()
-        before = {name: parameter.detach().clone() for name, parameter in own.items()}
-        self.rig.run()
-        return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
-
-    def _in_chunks(self) -> Reason | None:
-        """Whether micro-batches add up to the whole batch in the same chunks, though not to all steps at once."""
-        loss, whole = self.task.loss_fn, self.whole
-        if not isinstance(loss, OverTime) or self.compared(whole=(found := self.rig.run())).error > self.tolerance:
-            return None
-        off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
-        evidence = {"error": self.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
-        return reason("time", "chunk_loss", evidence)
-
-    def _moves_unseen(self) -> Reason | None:
-        """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
-        is_cut = isinstance(self.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
-        first = self.rig.run().gradients if is_cut else self.whole.gradients
-        errors = [relative(distance(self.rig.run().gradients, first), self.whole.norm) for _ in range(2)]
-        differs = any(self.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
-        if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
-            return reason("not held")
-        where, what = shown_iterators(self.rig.effects.found())
-        return reason("moves", where, {"moves": True}, what=what) if differs else None
-
-    def _changed_buffers(self) -> list[str]:
-        """The buffers that the whole batch's forward has just changed, but for those of BatchNorm and spectral norm."""
-        changed = {id(buffer) for buffer in self.rig.isolation.changed_buffers()}
-        changed -= {id(one) for module in self.rig.modules.values() for one in power_iteration(module)}
-        coupling = {id(module) for module in self.rig.coupling().values()}
-        return [
-            f"{name}.{inner}".strip(".")
-            for name, module in self.rig.modules.items()
-            if id(module) not in coupling
-            for inner, buffer in module._buffers.items()
-            if id(buffer) in changed
-        ]
-
-    def _examine_buffers(self, changed: Sequence[str]) -> float:
+    def _examine_buffers(self) -> float:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
+        changed = self._buffers.changed
         if not changed or self.reasons:
             return 0.0
         error = self.compared(fresh=False).error
         if error <= self.tolerance:
             later = self._buffers.later(self)
-            self.notes.append(later or reason("buffer", changed[0], {"buffers": list(changed)}))
+            self.notes.append(later or reason("buffer", changed[0], {"buffers": changed}))
             return 0.0
         owner, _, name = changed[0].rpartition(".")
-        evidence = {"buffers": list(changed), "error": error}
+        evidence = {"buffers": changed, "error": error}
         said = {"name": name, "code": changed[0], "owner": owner or "model"}
         cause = "counting buffer" if self._buffers.is_count else "moving buffer"
         self.reasons.append(reason(cause, changed[0], evidence, **said))
@@ -417,17 +331,6 @@ class Examination(Case):
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
         return self.error_of(moved.gradients)
-
-
-def written_weights(task: Task, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
-    """Says that the forward or the loss writes to weights, or that the loss trains those of another net.
-
-    It trains what an optimizer has that it reaches; an average that it moves requires gradients as often.
-    """
-    own = {id(one) for one in task.model.parameters()} if isinstance(task.model, torch.nn.Module) else set()
-    is_trained = {id(one) for one in weights.values()} <= optimized_by(task.loss_fn) - own
-    names = list(weights)
-    return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
 
 
 def _drawn_count(found: Reason) -> Reason:

@@ -12,60 +12,45 @@ from typing import Any
 import torch
 
 from anybatch.tensors.precision import in_precision
-from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import INTERNALS, LARGEST_COPY, SideEffects
+from anybatch.tensors.sideeffects import INTERNALS, LARGEST_COPY
 
 
 class Isolation:
     """Gives modules copies of their tensors, and puts everything back: weights, gradients, buffers, modes, attributes.
 
-    Used as a context manager. Hooks that run an optimizer within the backward are taken off for the while.
+    Hooks that run an optimizer within the backward are taken off for the while.
 
     Args:
         dtype: what floating-point parameters and buffers are converted to; ``None`` to leave them.
-        device: the accelerator whose random state is put back, beside the CPU's.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[torch.nn.Module],
-        effects: SideEffects,
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], dtype: torch.dtype | None) -> None:
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
-        self.effects = effects
-        self._dtype = dtype
-        self._device = device
-        self._undo = ExitStack()
+        self._dtype, self._undo = dtype, ExitStack()
         # the buffers by their homes and names, each with its copy and with the values that it began with
         self.buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self.parameters: dict[int, torch.Tensor] = {}  # those that have copies of their values, by their ``id``
         # the ``id`` s of those with hooks that run after the gradient was accumulated
         self.with_optimizer_hooks: set[int] = set()
 
-    def __enter__(self) -> "Isolation":
-        with ExitStack() as undo:
-            self._undo = undo
-            undo.callback(RandomState([self._device]).restore)
-            self._undo.callback(self.effects.restore)
-            for module in self._modules:
-                _remember_internals(module, undo)
-            buffers: dict[int, torch.Tensor] = {}
-            for module in self._modules:
-                if isinstance(module, torch.jit.ScriptModule):  # its buffers can't be exchanged
-                    for buffer in module.buffers(recurse=False):
-                        _remember_values(buffer, undo)
-                else:
-                    self._exchange_buffers(module._buffers, buffers)
-                for parameter in module._parameters.values():  # parameters() may be another method of the user's
-                    if parameter is not None:
-                        self.add(parameter)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def begin(self, undo: ExitStack) -> None:
+        """Lasts until a stack is closed."""
+        self._undo = undo
+        for module in self._modules:
+            for value in [value for name, value in vars(module).items() if name in INTERNALS]:
+                if isinstance(value, (dict, set)):
+                    undo.callback(value.update, value.copy())
+                    undo.callback(value.clear)  # which comes before
+        buffers: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            if isinstance(module, torch.jit.ScriptModule):  # its buffers can't be exchanged
+                for buffer in module.buffers(recurse=False):
+                    _remember_values(buffer, undo)
+            else:
+                self._exchange_buffers(module._buffers, buffers)
+            for parameter in module._parameters.values():  # parameters() may be another method of the user's
+                if parameter is not None:
+                    self.add(parameter)
 
     def add(self, parameter: torch.Tensor) -> None:
         """Gives one more leaf tensor a copy of its values, if it has none yet."""
@@ -83,7 +68,7 @@ class Isolation:
         if parameter._post_accumulate_grad_hooks:
             self.with_optimizer_hooks.add(id(parameter))
             muted(parameter._post_accumulate_grad_hooks, self._undo)
-        parameter.data = self._converted(values)
+        parameter.data = in_precision(values.detach().clone(), self._dtype)
 
     def restore_buffers(self) -> None:
         """Puts the values that the buffers had at the start of the isolation into them."""
@@ -95,27 +80,15 @@ class Isolation:
                         buffer.resize_(value.shape)
                     buffer.copy_(value)
 
-    def changed_buffers(self) -> list[torch.Tensor]:
-        """The buffers whose values are not those of the start, as they are found in the modules."""
-        return [
-            home[name]
-            for home, name, buffer, value in self.buffer_values
-            if home.get(name) is not buffer or not torch.equal(buffer, value)
-        ]
-
     def _exchange_buffers(self, home: dict[str, Any], known: dict[int, torch.Tensor]) -> None:
         for name, buffer in list(home.items()):
             if buffer is None or buffer.is_meta:
                 continue
             if id(buffer) not in known:
-                known[id(buffer)] = self._converted(buffer.detach())
+                known[id(buffer)] = in_precision(buffer.detach().clone(), self._dtype)
             twin = known[id(buffer)]
             home[name] = twin
             self.buffer_values.append((home, name, twin, twin.clone()))
-
-    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        twin = tensor.detach().clone()
-        return in_precision(twin, self._dtype)
 
 
 def is_flag(buffer: torch.Tensor) -> bool:
@@ -130,14 +103,8 @@ def muted(hooks: Any, undo: ExitStack) -> None:
         hooks.clear()
 
 
-def _remember_internals(module: torch.nn.Module, undo: ExitStack) -> None:
-    for value in [value for name, value in vars(module).items() if name in INTERNALS]:
-        if isinstance(value, (dict, set)):
-            undo.callback(_restore_items, value, value.copy())
-
-
 def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
-    if tensor.is_meta or tensor.is_inference() or tensor.numel() * tensor.element_size() > LARGEST_COPY:
+    if tensor.is_meta or tensor.is_inference() or tensor.nbytes > LARGEST_COPY:
         return
     version, values = tensor._version, tensor.detach().clone()
 
@@ -147,8 +114,3 @@ def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
                 tensor.copy_(values)
 
     undo.callback(put_back)
-
-
-def _restore_items(container: Any, items: Any) -> None:
-    container.clear()
-    container.update(items)

@@ -6,34 +6,24 @@ the two gradients are not equal within rounding, the certificate of ``anybatch.c
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import sizes_of
 from anybatch.checking.causes import in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
-from anybatch.checking.cuts import (
-    MOST,
-    Cut,
-    are_marked,
-    cut_as_split,
-    cuts_between,
-    cuts_inside,
-    cuts_of_groups,
-    cuts_of_other_groups,
-    cuts_of_parted_groups,
-    most_of,
-    placed_one_by_one,
-)  # fmt: skip
-from anybatch.checking.examination import later_state, written_weights
-from anybatch.checking.searches import misplaced, shown_iterators
-from anybatch.checking.sizes import another_size
-from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
+from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
+from anybatch.checking.examination import later_state
+from anybatch.checking.proving import Split
+from anybatch.checking.searches import misplaced, written_weights
+from anybatch.checking.state import shown_iterators
+from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
@@ -44,7 +34,6 @@ from anybatch.records.proofs import Proof
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Task
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -62,11 +51,12 @@ _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
     "sample; what is drawn once for the batch, draw before the step"
 )
+_SIZES = 12  # of micro-batches, that are tried where the given one fails
+_OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
-Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
-Compared = Iterator[tuple[Cut, Difference] | str]
-Found = tuple[Proof, Reason | None]
+Way = Callable[[int], Iterator[Cut]]  # to cut so many samples at most
+Compared = Iterator[Difference | str]
 
 
 class Seen(NamedTuple):
@@ -77,14 +67,7 @@ class Seen(NamedTuple):
     room: int = 0  # bytes that samples with their gradients have taken
 
 
-def prove(
-    task: Task,
-    parts: Sequence[Part],
-    parameters: Sequence[torch.Tensor],
-    optimizations: Optimizations,
-    update: int | None,
-    known: Proof | None = None,
-) -> tuple[Proof, Reason | None, Seen] | None:
+def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | None, Seen] | None:
     """Proves that a step may split its batch.
 
     Args:
@@ -94,39 +77,43 @@ def prove(
         What was found, the reason where it is not exact, or may not stay so, and what was seen of the program; ``None``
         where the step is about to refuse the split.
     """
+    task, update = split.task, split.update
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         note = "BatchNorm without running statistics sees other samples"
         return Proof("undecided", update=update, note=note), None, Seen()
     with surroundings():
-        trial = Trial(task, parameters, optimizations)
-        over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
-        if over_time is not None and (over_time[1] is not None or len(parts) < 2):
+        trial = Trial(split)
+        over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
+        if over_time is not None and (over_time[1] is not None or len(split.parts) < 2):
             return replace(over_time[0], update=update), over_time[1], Seen()
-        prover = _Prover(trial, task, parts)
+        prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
-            proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
+            proof = with_note(proof, f"as long as `{reason.where}` makes no difference")
         if trial.draws_elsewhere and proof.exact:
-            proof = _with_note(proof, _OTHERS)
+            proof = with_note(proof, _OTHERS)
         if prover.is_of_now:
-            proof = _with_note(
+            proof = with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
             )
     if over_time is not None:
-        proof = replace(_with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
+        proof = replace(with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
 
 
-def prove_among_many(
-    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations
-) -> Found | None:
+def prove_among_many(split: Split) -> Found | None:
     """Whether the losses of more micro-batches show what those of two do not; ``None`` if not."""
     with surroundings():
-        return _Prover(Trial(task, parameters, optimizations), task, parts).among_many()
+        return _Prover(Trial(split), split).among_many()
+
+
+def with_note(proof: Proof, note: str) -> Proof:
+    """The same with one more note."""
+    return replace(proof, note="; ".join(filter(None, (proof.note, note))))
 
 
 def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
@@ -138,13 +125,13 @@ def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
 class _Prover:
     """Compares cuts of a logical batch until one shows what the split does."""
 
-    def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
+    def __init__(self, trial: Trial, split: Split) -> None:
         self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
-        self._trial, self._task, self._parts = trial, task, parts
+        self._trial, self._split, self._task, self._parts = trial, split, split.task, split.parts
         self.is_of_now = False  # whether there was no room to see what begins later
         self._is_of_torch = False  # whether a part can't be run, and not because something is refused
-        self._rows = [part.samples for part in parts]
-        self._largest = max(map(len, self._rows))
+        self._rows = [part.samples for part in self._parts]
+        self._cuts = Cuts(self._task.splittable, self._parts)
         self._times = 0  # micro-batches whose losses there is room for
 
     def shown(self, known: Proof | None) -> Found:
@@ -168,13 +155,13 @@ class _Prover:
             return found
         many = self.among_many()
         note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
-        return many or (_with_note(found[0], note), None)
+        return many or (with_note(found[0], note), None)
 
     def _moved(self) -> Found:
         """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
         found, trial = self._found(), self._trial
         is_plain = not isinstance(self._task.loss_fn, InPieces) and as_coupled(self._task.loss_fn) is None
-        others = [trial.stirred] if trial.written else []
+        others: list[Callable[[], AbstractContextManager[None]]] = [trial.stirred] if trial.written else []
         others += [trial.louder] if is_plain and self._task.settings.autocast is None and trial.has_hooks else []
         for other in others if found[0].exact and found[1] is None else ():
             with other():
@@ -185,11 +172,12 @@ class _Prover:
 
     def _found(self) -> Found:
         """What a cut of one micro-batch, or of two, shows; what the losses say where a plan has room for no more."""
-        ways: list[Cuts] = [cuts_inside]
+        inside, between = self._cuts.inside, self._cuts.between
+        ways: list[Way] = [inside]
         if not self._task.is_planned:  # two micro-batches at once take more than a plan has room for
-            ways = [cuts_between, cuts_inside] if self._largest < SMALL else [cuts_inside, cuts_between]
-            if 1 < self._largest < SMALL:  # a last micro-batch may be smaller in another batch
-                ways[:0] = [lambda splittable, parts, _: cuts_of_groups(splittable, parts, 0, group=self._largest)]
+            ways = [between, inside] if self._cuts.largest < SMALL else [inside, between]
+            if 1 < self._cuts.largest < SMALL:  # a last micro-batch may be smaller in another batch
+                ways[:0] = [lambda _: self._cuts.of_groups(0, group=self._cuts.largest)]
         notes = []
         for cuts in ways:
             found = None
@@ -197,25 +185,25 @@ class _Prover:
                 if isinstance(tried, str):
                     notes.append(tried)
                     break
-                proof, reason = self._judged(cuts, turn, *tried)
+                proof, reason = self._judged(cuts, turn, tried)
                 if found is None or reason is not None:
                     found = proof, reason
                 if reason is not None or proof.by == "certificate":
                     break
             if notes and (found is None or found[1] is None):
-                found = self.in_groups(range(2, self._largest + 1)) or found
+                found = self.in_groups(range(2, self._cuts.largest + 1)) or found
             if found is not None:
                 if found[1] is not None:
                     return found
-                if found[0].exact and cuts is not cuts_inside:  # what smaller micro-batches give was not seen
-                    whole = replace(found[0], group=max(found[0].group, self._largest))
+                if found[0].exact and cuts is not inside:  # what smaller micro-batches give was not seen
+                    whole = replace(found[0], group=max(found[0].group, self._cuts.largest))
                     found = (whole if whole.holds_for(self._rows) else found[0]), None
                 return self._as_split(found)
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         if self._is_of_torch and uncut is None and not self._task.is_planned:
-            other = self._uncut() or another_size(self._trial, self._task, self._parts)
+            other = self._uncut() or _another_size(self._trial, self._split)
             if other is not None:
                 return other
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
@@ -226,7 +214,7 @@ class _Prover:
         runs: list[Found] = []
         for label, placed, other in placed_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
-            try:
+            with tolerated():  # it may be another leaf
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
                 if rows < 2 or not math.isfinite(found.value_error) or self._trial.is_the_same(cut):
@@ -237,8 +225,6 @@ class _Prover:
                 runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))
                 if found.is_none:
                     return runs[-1]
-            except Exception as error:  # noqa: BLE001 - it may be another leaf
-                Failure(error).release()
         return runs[0] if len(runs) == 1 else None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
@@ -247,18 +233,17 @@ class _Prover:
             return found
         is_larger = False
         try:
-            is_small = self._largest < SMALL and not self._task.is_planned
+            is_small = self._cuts.largest < SMALL and not self._task.is_planned
             is_open, is_free = not found[0].exact, found[0].exact and not found[0].note
-            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0, is_free=is_free, size=size)
-            compared = None if cut is None else self._trial.of_losses_beside(cut)
-            if compared is None or not math.isfinite(compared[1].value_error):
+            cut = self._cuts.as_split(MOST if is_small else 0, is_free=is_free, size=size)
+            difference = None if cut is None else self._trial.of_losses_beside(cut)
+            if difference is None or not math.isfinite(difference.value_error):
                 return found  # nothing counts, or is a number
-            cut, difference = compared
             if difference.is_none:
-                return (_proof("exact", "losses", cut, difference, note=found[0].note), None) if is_open else found
+                return (difference.proof("exact", "losses", note=found[0].note), None) if is_open else found
             if is_open:
-                self._trial.run(cut, cut.parts, None)  # what fails there says why in the step itself
-            proof, reason = self._decided(cut, difference)
+                self._trial.run(difference.cut, difference.cut.parts)  # what fails there says why in the step itself
+            proof, reason = self._decided(difference)
             if reason is None or (is_open and math.isinf(proof.error)):
                 return found
             if proof.by == "certificate" or "failed" in reason.evidence:
@@ -275,63 +260,54 @@ class _Prover:
 
     def _in_blocks(self, coupled: Coupled) -> Found | None:
         """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
-        try:
-            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
+        with tolerated():  # the loss may take blocks of some sizes only
+            for cut in islice(self._cuts.inside(), 1):
                 rows = sum(cut.sizes)
                 halves, whole = (Coupled(coupled.encode, coupled.loss, row_block=n) for n in (rows // 2, rows))
                 difference = self._trial.of_losses_alike(cut, (halves, whole))
                 if not difference.is_none:
-                    proof, reason = self._closed(cut, difference, partial(self._by_rows, cut, difference, halves))
+                    proof, reason = self._closed(difference, partial(self._by_rows, difference, halves))
                     return None if reason is None else (proof, reason)
-            return None
-        except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
-            Failure(error).release()
         return None
 
-    def _by_rows(self, cut: Cut, difference: Difference, halves: Coupled) -> Found:
-        certificate = self._trial.certificate(cut, halves)
+    def _by_rows(self, difference: Difference, halves: Coupled) -> Found:
+        certificate = self._trial.certificate(difference.cut, halves)
         reason = next((one for one in certificate.reasons if one.code == "rows"), None)
-        return _proof("not exact", "certificate", cut, difference, certificate), reason
+        return difference.proof("not exact", "certificate", certificate), reason
 
     def later(self) -> Reason | None:
         """What each micro-batch moves, and makes a difference at another value only."""
-        try:
+        with tolerated():  # the model may be one that can't run so
             if self._trial.counts or self._trial.has_state:
                 most = 2 if self._task.is_planned else MOST
-                for cut in islice(cuts_inside(self._task.splittable, self._parts, most), 1):
-                    with self._trial.in_room():
-                        return self._trial.isolated(cut, later_state)
-        except OverBudget as error:
-            self.is_of_now = True
-            Failure(error).release()
-        except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            Failure(error).release()
+                for cut in islice(self._cuts.inside(most), 1):
+                    try:
+                        with self._trial.in_room():
+                            return self._trial.isolated(cut, later_state)
+                    except OverBudget:
+                        self.is_of_now = True
+                        raise
         return None
 
     def among_many(self) -> Found | None:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
-        try:
+        with tolerated():  # there may be no room, or rows may not be picked
             largest = max(self._parts, key=lambda part: len(part.samples))
             self._times, room = self._trial.fitting(largest, min(_TIMES, len(self._parts)))
             shown = self._many(self._times, room)
-            if shown is None or shown[1].is_none:
+            if shown is None or shown.is_none:
                 return None
             fewer = (self._many(fewer, room) for fewer in range(2, self._times))
-            proof, reason = self._decided(*next((one for one in fewer if one and not one[1].is_none), shown))
+            proof, reason = self._decided(next((one for one in fewer if one and not one.is_none), shown))
             is_told = proof.by == "certificate" or (reason is not None and "failed" in reason.evidence)
             return None if reason is None or not is_told else (proof, reason)
-        except OverBudget:
-            return None
-        except Exception as error:  # noqa: BLE001 - rows may not be picked, or memory run out
-            Failure(error).release()
         return None
 
-    def _many(self, times: int, room: int) -> tuple[Cut, Difference] | None:
+    def _many(self, times: int, room: int) -> Difference | None:
         """How the losses of some micro-batches differ; ``None`` where that is no number, or it is only one."""
-        most = times * self._largest
-        cut = cut_as_split(self._task.splittable, self._parts, most, is_free=True) if times > 1 else None
-        compared = None if cut is None else self._trial.of_losses_beside(cut, room)
-        return compared if compared is not None and math.isfinite(compared[1].value_error) else None
+        cut = self._cuts.as_split(times * self._cuts.largest, is_free=True) if times > 1 else None
+        found = None if cut is None else self._trial.of_losses_beside(cut, room)
+        return found if found is not None and math.isfinite(found.value_error) else None
 
     def _by_losses(self) -> Found:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""
@@ -339,10 +315,10 @@ class _Prover:
         if any(map(is_scripted, self._task.every_module)):
             return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
         try:
-            for cut in cuts_between(self._task.splittable, self._parts, most=2):
+            for cut in self._cuts.between(most=2):
                 difference = self._trial.of_losses(cut)
-                shown = _proof("exact", "losses", cut, difference, note="the gradient of two samples does not fit")
-                proof, reason = (shown, None) if difference.is_none else self._decided(cut, difference)
+                shown = difference.proof("exact", "losses", note="the gradient of two samples does not fit")
+                proof, reason = (shown, None) if difference.is_none else self._decided(difference)
                 if reason is not None:
                     return proof, reason
                 found = found or proof
@@ -353,34 +329,34 @@ class _Prover:
             Failure(error).release()
         return found or Proof("undecided", note=note), None
 
-    def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
+    def _judged(self, cuts: Way, turn: int, difference: Difference) -> Found:
         """What a cut shows, with the reason where that is not exact."""
         self.bound = self.bound or difference.bound
         if difference.is_none and difference.seeded is not None:
             error, operations = difference.seeded
             off = replace(difference, error=error)
-            return self._closed(cut, off, lambda: (_proof("not exact", "comparison", cut, off), seeded(operations)))
+            return self._closed(off, lambda: (off.proof("not exact", "comparison"), seeded(operations)))
         if difference.is_none:
-            return _proof("exact", "comparison", cut, difference), None
+            return difference.proof("exact", "comparison"), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
-            only: Cuts = lambda *given: islice(cuts(*given), turn, turn + 1)  # noqa: E731
+            only: Way = lambda most: islice(cuts(most), turn, turn + 1)  # noqa: E731
             again = next(self._compared(only, in_single=True), "")  # a model may be in autocast itself
-            if not isinstance(again, str) and again[1].is_none:
-                self.bound = self.bound or again[1].bound
-                return _proof("exact", "comparison", *again), None
-        return self._closed(cut, difference, partial(self._told, cut, difference))
+            if not isinstance(again, str) and again.is_none:
+                self.bound = self.bound or again.bound
+                return again.proof("exact", "comparison"), None
+        return self._closed(difference, partial(self._told, difference))
 
-    def _told(self, cut: Cut, difference: Difference) -> Found:
+    def _told(self, difference: Difference) -> Found:
         """What makes the gradients differ."""
-        if self._trial.moves(cut):  # before anything else runs: a warm-up may end in the proof, and be seen no more
-            where, what = shown_iterators(self._trial.moved())
-            return _proof("not exact", "comparison", cut, difference), worded(
-                "moves", where, {"moves": True}, what=what
-            )
-        proof, reason = self._decided(cut, difference)
-        return (proof, None) if reason is None else self.in_groups(range(2, self._largest + 1)) or (proof, reason)
+        # Before anything else runs: a warm-up may end in the proof, and be seen no more.
+        if self._trial.moves(difference.cut):
+            where, what = shown_iterators(self._trial.effects.found())
+            reason = worded("moves", where, {"moves": True}, what=what)
+            return difference.proof("not exact", "comparison"), reason
+        found = self._decided(difference)
+        return found if found[1] is None else self.in_groups(range(2, self._cuts.largest + 1)) or found
 
-    def _closed(self, cut: Cut, difference: Difference, explain: Callable[[], Found]) -> Found:
+    def _closed(self, difference: Difference, explain: Callable[[], Found]) -> Found:
         """What explains a difference; one that was seen is not lost where what explains it fails."""
         try:
             return explain()
@@ -389,20 +365,20 @@ class _Prover:
                 raise
             reason = unexplained(difference.error, error)
             Failure(error).release()
-        return _proof("not exact", "comparison", cut, difference), reason
+        return difference.proof("not exact", "comparison"), reason
 
-    def _compared(self, cuts: Cuts, *, in_single: bool | None = None) -> Compared:
+    def _compared(self, cuts: Way, *, in_single: bool | None = None) -> Compared:
         """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
         if in_single is None:
             is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
             in_single = is_low or self._task.settings.autocast is not None
-        most, note = most_of(self._largest), ""
+        most, largest, note = self._cuts.most, self._cuts.largest, ""
         if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
-            most, in_single = (min(most, self._largest // 2), True) if self._largest >= SMALL else (most, False)
+            most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
         while most >= 2:
             try:
-                for cut in cuts(self._task.splittable, self._parts, most):
-                    yield cut, self._trial.difference(cut, in_single=in_single)
+                for cut in cuts(most):
+                    yield self._trial.difference(cut, in_single=in_single)
                 return
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
@@ -416,56 +392,47 @@ class _Prover:
             note, most = "memory ran out", most // 2
         yield note
 
-    def _decided(self, cut: Cut, difference: Difference) -> Found:
+    def _decided(self, difference: Difference) -> Found:
         """What a certificate says of gradients, or of losses, that differ by more than rounding."""
-        return self._closed(cut, difference, partial(self._explained, cut, difference))
+        return self._closed(difference, partial(self._explained, difference))
 
-    def _explained(self, cut: Cut, difference: Difference) -> Found:
-        certificate = self._certified(cut)
+    def _explained(self, difference: Difference) -> Found:
+        certificate = self._certified(difference.cut)
         if certificate is not None and certificate.exact:
             bounds = (one.evidence["operation"] for one in certificate.notes if one.code == "bound")
             self.bound = self.bound or next(bounds, "")
-            return _proof("exact", "certificate", cut, difference, certificate), None
-        reasons = [one for one in certificate.reasons if one.code not in _UNDECIDED] if certificate else []
-        code = "" if certificate is None or reasons else certificate.reasons[0].code
-        if code == "not-finite" or (code == "random" and difference.draws):
-            note = certificate.reasons[0].message if certificate is not None else ""
-            return _proof("undecided", "", cut, difference, note=note), None
-        reason = (
-            worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
-            if code == "random"
-            else reasons[0]
-            if reasons
-            else None
-        )
+            return difference.proof("exact", "certificate", certificate), None
+        told = () if certificate is None else certificate.reasons
+        reason = next((one for one in told if one.code not in _UNDECIDED), None)
+        undecided = told[0] if told and reason is None else None
+        if undecided is not None and undecided.code in ("not-finite", "random"):
+            if undecided.code == "not-finite" or difference.draws:
+                return difference.proof("undecided", "", note=undecided.message), None
+            reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
-        over_time = isinstance(self._task.loss_fn, InPieces)
-        if (
-            is_empty
-            and reason is not None
-            and ("moves" in reason.evidence or (over_time and reason.code == "not-additive"))
-        ):
+        is_of_chunk = reason is not None and isinstance(self._task.loss_fn, InPieces) and reason.code == "not-additive"
+        if is_empty and reason is not None and ("moves" in reason.evidence or is_of_chunk):
             reason = None  # numbers that are none are no state
         if reason is None and difference.error <= CERTAIN * difference.tolerance:
             note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"
-            return _proof("undecided", "", cut, difference, note=f"{note} made"), None
+            return difference.proof("undecided", "", note=f"{note} made"), None
         if certificate is not None and reason is not None:
-            if certificate.samples != sum(cut.sizes):
+            if certificate.samples != sum(difference.cut.sizes):
                 reason = more(reason, f" (Seen among {certificate.samples} samples.)")
-            return _proof("not exact", "certificate", cut, difference, certificate), reason
+            return difference.proof("not exact", "certificate", certificate), reason
         # Parts of another size that fail say what is amiss with those that ran, too.
-        refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
+        refused = undecided if undecided is not None and undecided.code in ("fails", "refused") else None
         other = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
         if self._trial.written and certificate is None:  # as where the loss trains a net of its own
             other = written_weights(self._task, self._trial.written_by_name(), difference.error)
-        return _proof("not exact", "comparison", cut, difference), reason or refused or other
+        return difference.proof("not exact", "comparison"), reason or refused or other
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""
         try:
             certificate = self._trial.certificate(cut)
             if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code in ("count", "sum"):
-                for larger in cuts_inside(self._task.splittable, self._parts, _CERTIFIED, beyond=True):
+                for larger in self._cuts.inside(_CERTIFIED, beyond=True):
                     other = self._trial.certificate(larger)
                     return certificate if other.exact else other
             return certificate
@@ -481,51 +448,65 @@ class _Prover:
         """Whether only samples that stand together belong together, such as pairs, which the user's sizes keep."""
         if self._task.is_planned or self._task.micro_batch_size is None:
             return None
-        own: Cuts = lambda splittable, parts, _: cuts_between(splittable, parts, 4 * self._largest)  # noqa: E731
+        own: Way = lambda _: self._cuts.between(4 * self._cuts.largest)  # noqa: E731
         for group in groups:
             if not Proof("exact", group=group).holds_for(self._rows):
                 continue
-            in_groups = self._all_the_same(partial(cuts_of_groups, group=group, again=again))
+            in_groups = self._all_the_same(partial(self._cuts.of_groups, group=group, again=again))
             if in_groups is not None and self._all_the_same(own):  # which may be of several groups each
-                is_of_places = self._all_the_same(partial(cuts_of_other_groups, group=group)) is not None
-                is_marked = is_of_places or are_marked(self._task.splittable, self._parts, group)
+                is_of_places = self._all_the_same(partial(self._cuts.of_groups, group=group, mixed=True)) is not None
+                is_marked = is_of_places or self._cuts.are_marked(group)
                 if not is_marked or (is_of_places and self._any_the_same(group)):
                     continue  # it is by chance that it makes no difference in this batch
                 note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
                 if not is_of_places:
                     note = f"{note}, and each batch is proved, since what belongs together is told by a value of it"
-                proof = _proof("exact", "comparison", *in_groups, note=note)
+                proof = in_groups.proof("exact", "comparison", note=note)
                 return replace(proof, group=group, is_of_batch=not is_of_places), None
         return None
 
     def _any_the_same(self, group: int) -> bool:
         """Whether a group may be parted after all, so that it is no group."""
-        for cut in cuts_of_parted_groups(self._task.splittable, self._parts, group=group):
-            only: Cuts = lambda *_, cut=cut: iter([cut])  # noqa: E731
+        for cut in self._cuts.of_parted_groups(group=group):
+            only: Way = lambda *_, cut=cut: iter([cut])  # noqa: E731
             if self._all_the_same(only) is not None:
                 return True
         return False
 
-    def _all_the_same(self, cuts: Cuts) -> tuple[Cut, Difference] | None:
+    def _all_the_same(self, cuts: Way) -> Difference | None:
         """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""
-        first: tuple[Cut, Difference] | None = None
+        first: Difference | None = None
         for tried in self._compared(cuts):
-            if isinstance(tried, str) or not tried[1].is_none:
+            if isinstance(tried, str) or not tried.is_none:
                 return None
             first = first or tried
         return first
 
 
-def _with_note(proof: Proof, note: str) -> Proof:
-    return replace(proof, note="; ".join(filter(None, (proof.note, note))))
-
-
-def _proof(
-    outcome: Any, by: Any, cut: Cut, difference: Difference, certificate: Certificate | None = None, *, note: str = ""
-) -> Proof:
-    found = difference if certificate is None else certificate
-    dtype = str(found.dtype).removeprefix("torch.")
-    return Proof(outcome, by, sum(cut.sizes), cut.sizes, found.error, found.tolerance, dtype, note=note)
+def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
+    """The nearest size in which samples add up to the whole, where the micro-batches of the step fail."""
+    splittable, given = split.task.splittable, max(len(part.samples) for part in split.parts)
+    if split.task.micro_batch_size is None or splittable.has_costs or len(splittable.layouts) != 1:
+        return None
+    failed, rows = None, splittable.rows
+    nearest = sorted(range(2, min(2 * given, rows // 2) + 1), key=lambda size: (abs(size - given), -size))
+    for size in [given, *(one for one in nearest if one != given)][: _SIZES + 1]:
+        sizes = sizes_of(rows, size)
+        try:
+            cut = Cut(splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)]), (sizes[0], sizes[-1]))
+            found = trial.difference(cut, in_single=False)
+        except Exception as error:  # noqa: BLE001 - only what a shape may cause speaks of the size
+            if not isinstance(error, _OF_SHAPES) or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+                return None
+            failed = failed or in_one_line(error)
+            Failure(error).release()
+            continue
+        if failed is None:  # the step's own do not fail
+            return None
+        if found.is_none:
+            told = worded("size", "model", given=given, failed=failed, size=size, samples=sum(cut.sizes))
+            return Proof("not exact", "comparison", given, tuple(sizes_of(rows, given))), told
+    return None
 
 
 def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:

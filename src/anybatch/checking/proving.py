@@ -6,11 +6,11 @@ import functools
 import inspect
 import logging
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -46,6 +46,29 @@ _KINDS = 64  # of losses that are told apart
 _SOME = 16  # items of a list, or raw samples, that are looked at in each step
 
 
+class Split(NamedTuple):
+    """A split that a step is about to make."""
+
+    task: Task
+    parts: Sequence[Part]
+    parameters: Sequence[torch.Tensor]
+    optimizations: Callable[[], AbstractContextManager[Any]]  # puts those of a plan on the model
+    update: int | None = None  # the number of updates applied before; ``None`` if they are not counted
+
+
+@dataclass(slots=True)
+class _Layout:
+    """What is known of the batches of one layout."""
+
+    known: "Proof | None" = None  # what was proved; ``None`` where it has to be proved, or proved again
+    exact: "Proof | None" = None  # what was shown last
+    unseen: "Sequence[Unseen]" = ()  # for which a batch is proved again, the first that has it
+    met: set[Any] = field(default_factory=set)  # of these
+    batches: int = 0  # after the first
+    due: int = _AGAIN  # the number of them at which it is proved again
+    parted: int = 0  # batches whose micro-batches end in other operations
+
+
 class Proofs:
     """Proves once for each layout of batches that a step may split them."""
 
@@ -54,16 +77,10 @@ class Proofs:
         self.is_of_part = False  # whether a batch is one part of a logical one, and split even as it is
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
-        self._known: dict[Hashable, Proof] = {}
-        self._exact: dict[Hashable, Proof] = {}  # what was shown last, by layout
-        self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
-        self._key: Hashable = None  # of the batch that was proved last
+        self._layouts = defaultdict[Hashable, _Layout](_Layout)
+        self._last = _Layout()  # of the batch that was proved last
         self._switches: Switches | None = None  # as long as nothing was proved
-        self._batches: Counter[Hashable] = Counter()  # of each layout, after the first
-        self._due: dict[Hashable, int] = {}  # the number of them at which it is proved again
-        self._met: set[Hashable] = set()  # of what was unseen
         self._operations: set[int] = set()  # of the losses so far
-        self._parted: Counter[Hashable] = Counter()  # batches whose micro-batches end in other operations
         self._apart = 0  # the micro-batch that is to be compared with the first one; 0 for none
         self._told: set[str] = set()  # so that a proof made again does not repeat it
 
@@ -92,50 +109,49 @@ class Proofs:
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
-        key = (key, len(parts) > 1, cuts_time) if cuts_time else key
-        if key in self._known and self._is_new(key, task, nodes):
-            del self._known[key]  # at once, since the proof may raise, and the batch be tried again
-        known = self._known.get(key)
+        own = self._layouts[(key, len(parts) > 1, cuts_time) if cuts_time else key]
+        if own.known is not None and self._is_new(own, task, nodes):
+            own.known = None  # at once, since the proof may raise, and the batch be tried again
+        known = own.known
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
-        if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
-            task.on_loss = functools.partial(self._saw, key, (not holds, reducer.is_shared, task.splittable.noted))
+        if splits and (own.batches < _EACH or not own.batches % _AGAIN):
+            task.on_loss = functools.partial(self._saw, own, (not holds, reducer.is_shared, task.splittable.noted))
         if task.splittable.collate is not None:
             # A planner collates samples of its batch, too, outside of an attempt: there nobody looks on.
             task = replace(task, splittable=copy.copy(task.splittable))
             if holds:
-                self._watch(key, task)
+                self._watch(own, task)
+        if holds and not reducer.is_sharded:
+            self.latest = known
+            return task, None
+        split = Split(task, parts, parameters, optimizations, update)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
-            given = task, parts, parameters, optimizations, update
-            prove_with_others = functools.partial(self._proved_with_others, key, before, clear, given, splits=splits)
+            prove_with_others = functools.partial(self._proved_with_others, own, before, clear, split, splits=splits)
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
-            return task, None
-        if holds:
-            self.latest = known
             return task, None
         if _are_unmade(task.model, parameters):
             return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
         with before.weights_put_back():
-            return self._proved(key, known, task, parts, parameters, optimizations, update)
+            return self._proved(own, split)
 
     def _proved_with_others(
-        self, key: Hashable, before: Snapshot, clear: Callable[[], None], given: tuple[Any, ...], *, splits: bool
+        self, own: _Layout, before: Snapshot, clear: Callable[[], None], split: Split, *, splits: bool
     ) -> None:
         from anybatch.checking import elsewhere, together
 
-        task, *_ = given
         clear()
         with before.weights_put_back():
-            proof, reason = together.prove_together(*given)
+            proof, reason = together.prove_together(split)
         if self.verify != "off":
-            self._conclude(proof, reason, task)
-            self.latest = self._kept(key, proof) if splits else proof
-            self._unseen[key] = elsewhere.even(task.splittable)
-            self._watch(key, task, begins=True)
+            self._conclude(proof, reason, split.task)
+            self.latest = self._kept(own, proof) if splits else proof
+            own.unseen = elsewhere.even(split.task.splittable)
+            self._watch(own, split.task, begins=True)
 
     def _saw(
-        self, key: Hashable, known_as: tuple[bool, bool, Writes | None], name: str, loss: Any, index: int = 0
+        self, own: _Layout, known_as: tuple[bool, bool, Writes | None], name: str, loss: Any, index: int = 0
     ) -> None:
         """Has the next batch proved, where the last operations of a loss of this one are others than before.
 
@@ -145,10 +161,10 @@ class Proofs:
         """
         is_proved, is_shared, writes = known_as
         if index:
-            self._parted[key] += 1
-            if is_shared or self._parted[key].bit_count() > 1:
+            own.parted += 1
+            if is_shared or own.parted.bit_count() > 1:
                 return
-            self._due[key], self._apart = 0, index
+            own.due, self._apart = 0, index
             if writes is None or not writes.were_made:
                 raise Unproved
             return
@@ -162,125 +178,104 @@ class Proofs:
         if known < _KINDS and operations not in self._operations:
             self._operations.add(operations)
             if known and not is_proved and (known < _AGAIN or known.bit_count() == 1):
-                self._due[key] = 0
+                own.due = 0
 
-    def _is_new(self, key: Hashable, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
+    def _is_new(self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.
 
         What no sign tells is seen now and then: the 8th, 64th, 512th … batch of a layout is proved like the first.
         """
-        self._batches[key] += 1
+        own.batches += 1
         if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn, nodes):
             return True
-        unseen = (
-            self._unseen.get(key, ()) if task.splittable.collate is None else ()
-        )  # which is looked at as it is made
+        unseen = own.unseen if task.splittable.collate is None else ()  # which is looked at as it is made
         for one in unseen:  # in each step, so without a generator's calls
-            if (key, one.keys, one.what) not in self._met and one.is_in(task.splittable.batches):
-                self._met.add((key, one.keys, one.what))
+            if (one.keys, one.what) not in own.met and one.is_in(task.splittable.batches):
+                own.met.add((one.keys, one.what))
                 return True
-        return self._batches[key] >= self._due.get(key, _AGAIN)
+        return own.batches >= own.due
 
-    def _watch(self, key: Hashable, task: Task, *, begins: bool = False) -> None:
+    def _watch(self, own: _Layout, task: Task, *, begins: bool = False) -> None:
         """Looks at what ``collate`` makes as it is made, since raw samples may not show what they become.
+
+        For what is new the batch is proved again; on several ranks, and where samples were written to, the next one.
 
         Args:
             begins: whether the batch was just proved, so that what it does not have is noted.
-        """
-        splittable, is_shared = task.splittable, task.settings.reducer.is_shared
-        if splittable.collate is not None:
-            notes, known_as = [True] if begins else [], (is_shared, splittable.noted)
-            splittable.collate = functools.partial(self._collated, splittable.collate, key, notes, known_as)
-
-    def _collated(
-        self,
-        collate: Callable[[list[Any]], Any],
-        key: Hashable,
-        notes: list[bool],
-        known_as: tuple[bool, Writes | None],
-        samples: list[Any],
-    ) -> Any:
-        """What ``collate`` makes; for what is new the batch is proved again.
-
-        On several ranks, and where samples were written to, the next batch is.
 
         Raises:
-            Unproved: it has what none that was proved had; the step begins again.
+            Unproved: within ``collate``, for what none that was proved had; the step begins again.
         """
-        from anybatch.checking.elsewhere import even_in
+        splittable, collate, is_first = task.splittable, task.splittable.collate, True
+        is_shared, writes = task.settings.reducer.is_shared, splittable.noted
 
-        batch = collate(samples)
-        known = self._unseen.get(key, [])
-        if notes:
-            is_first = notes.pop()
-            with contextlib.suppress(Exception):  # of what can't be looked into
-                found = even_in([batch]) if is_first else [one for one in known if not one.is_in([batch])]
-                self._unseen[key] = found
-            notes.append(False)
+        def collated(samples: list[Any]) -> Any:
+            nonlocal is_first
+            batch = collate(samples)  # type: ignore[misc]
+            if begins:
+                from anybatch.checking.elsewhere import even_in
+
+                with contextlib.suppress(Exception):  # of what can't be looked into
+                    own.unseen = even_in([batch]) if is_first else [one for one in own.unseen if not one.is_in([batch])]
+                is_first = False
+            elif new := {(one.keys, one.what) for one in own.unseen if one.is_in([batch])} - own.met:
+                own.met |= new
+                own.due = 0
+                if not is_shared and (writes is None or not writes.were_made):
+                    raise Unproved
             return batch
-        new = [(key, one.keys, one.what) for one in known if one.is_in([batch])]
-        if not self._met.issuperset(new):
-            self._met.update(new)
-            self._due[key] = 0
-            is_shared, writes = known_as
-            if not is_shared and (writes is None or not writes.were_made):
-                raise Unproved
-        return batch
 
-    def _kept(self, key: Hashable, proof: "Proof") -> "Proof":
+        if collate is not None:
+            splittable.collate = collated
+
+    def _kept(self, own: _Layout, proof: "Proof") -> "Proof":
         """Keeps what was proved, and has one that shows nothing tell what an earlier batch has shown."""
-        if (before := self._exact.get(key)) is not None and proof.outcome == "undecided":
-            now, at = (f" at update {one.update}" if one.update is not None else "" for one in (proof, before))
-            proof = replace(proof, note=f"{proof.note} (seen last{now}; before{at}: {before})")
-        elif proof.exact:
-            self._exact[key] = proof
+        if own.exact is not None and proof.outcome == "undecided":
+            now, at = (f" at update {one.update}" if one.update is not None else "" for one in (proof, own.exact))
+            proof = replace(proof, note=f"{proof.note} (seen last{now}; before{at}: {own.exact})")
         else:
-            self._exact.pop(key, None)
-        self._known[key] = proof
-        self._due[key] = max(_AGAIN, _AGAIN * self._batches[key])
+            own.exact = proof if proof.exact else None
+        own.known, own.due = proof, max(_AGAIN, _AGAIN * own.batches)
         return proof
 
-    def _proved(
-        self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
-        parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
-        update: int | None,
-    ) -> "tuple[Task, Replay | None]":  # fmt: skip
+    def _proved(self, own: _Layout, split: Split) -> "tuple[Task, Replay | None]":
         from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove, prove_among_many
         from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
 
+        task, parts = split.task, split.parts
         self._switches = self._switches or Switches()
         self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
-        found = prove(task, parts, parameters, optimizations, update, known)
+        found = prove(split, own.known)
         if found is None:
             return task, None
         proof, reason, seen = found
         self._conclude(proof, reason, task)
         other, self._apart = self._apart, 0
         if 0 < other < len(parts) and proof.exact:
-            two = prove_among_many(task, [parts[0], parts[other]], parameters, optimizations)
+            two = prove_among_many(split._replace(parts=[parts[0], parts[other]]))
             if two is not None:
                 self._conclude(*two, task)
-        self.latest = self._kept(key, proof)
+        self.latest = self._kept(own, proof)
         if proof.outcome == "undecided" and self._is_news(proof.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        if not Replay.can_be(task, parts, proof):
-            self._unseen[key] = even(task.splittable)
-            self._watch(key, task, begins=True)
-            return task, None
-        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
+        if not Replay.can_be(split, proof):
+            own.unseen = even(task.splittable)
+            self._watch(own, task, begins=True)
+        elif task.is_planned or (task.verb == "backward" and split.optimizations is not contextlib.nullcontext):
             if proof.exact and proof.group == 1 and reason is None:
-                apart, self._unseen[key] = looked_at_apart(task, parts, parameters, optimizations, proof, seen)
+                apart, own.unseen = looked_at_apart(split, proof, seen)
                 if apart is not None:
                     self._conclude(*apart, task)
-                    self._known[key] = self.latest = apart[0]
-            return task, None
-        self._key, replay = key, Replay(task, parts, parameters, optimizations, proof, seen)
-        return replay.task, replay
+                    own.known = self.latest = apart[0]
+        else:
+            self._last, replay = own, Replay(split, proof, seen)
+            return replay.task, replay
+        return task, None
 
     def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
         """Looks at the loss of all micro-batches that have run.
@@ -291,12 +286,12 @@ class Proofs:
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
-        key, found = self._key, replay.found(values_of(sums))
-        self._unseen[key] = replay.unseen
+        own, found = self._last, replay.found(values_of(sums))
+        own.unseen = replay.unseen
         if found is not None:
-            self._known.pop(key, None)  # it is proved again if it is tried again
+            own.known = None  # it is proved again if it is tried again
             self._conclude(*found, task)
-            self._known[key] = self.latest = found[0]
+            own.known = self.latest = found[0]
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
         from anybatch.checking.proof import refusal
@@ -425,7 +420,9 @@ def _held(value: Any) -> tuple[Any, Sequence[Any]] | None:
     if inspect.ismethod(value):
         return None, (value.__func__, value.__self__)
     if inspect.isfunction(value):
-        inside = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        from anybatch.checking.reach import is_empty
+
+        inside = [cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell)]
         is_ours = str(value.__module__).partition(".")[0] == "anybatch"  # its numbers are options, as in count_tokens
         return (value.__code__, *(one for one in inside if is_ours and isinstance(one, int))), inside
     if functions := getattr(value, "user_functions", ()):
@@ -433,13 +430,6 @@ def _held(value: Any) -> tuple[Any, Sequence[Any]] | None:
     if isinstance(value, dict):
         return None, (*value, *value.values())
     return (None, value[:16]) if isinstance(value, (list, tuple)) else None
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
 
 
 def _is_dead(key: Hashable) -> bool:

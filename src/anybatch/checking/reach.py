@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -31,6 +31,11 @@ def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
                 found[inner] = value
                 inside.update(id(module) for module in value.modules())
     return found
+
+
+def parameters_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of some modules, by how they are written in code where these are written so."""
+    return {f"{home}.{name}".strip("."): one for home, own in modules.items() for name, one in own.named_parameters()}
 
 
 def optimized_by(loss_fn: Any) -> set[int]:

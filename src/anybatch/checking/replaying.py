@@ -7,32 +7,33 @@ and the model need not run for it: what it gave in each micro-batch of the first
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import GeneratorType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, leaves, like
-from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.causes import unexplained
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
-from anybatch.checking.proof import Found, Seen, prove_among_many
-from anybatch.checking.rowwise import RowWise
-from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
+from anybatch.checking.proof import Seen, prove_among_many, with_note
+from anybatch.checking.proving import Split
+from anybatch.checking.rig import in_place_of
+from anybatch.checking.standins import argument
+from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
-from anybatch.tensors.dispatch import without_modes
+from anybatch.tensors.dispatch import Mode, without_modes
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.passes import Task
@@ -46,7 +47,84 @@ _APART = 0.001  # an error that is none of rounding, since both losses are given
 _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
 _SAME_VALUE = 1e-5  # relative, below which two values of a loss are the same
-T = TypeVar("T")
+
+_ELEMENTWISE = {
+    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "clamp", "clamp_max", "clamp_min", "eq", "exp", "expm1", "ge", "gelu", "gt", "hardtanh", "huber_loss", "isfinite",
+    "le", "leaky_relu", "log", "log1p", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "lt",
+    "masked_fill", "maximum", "minimum", "mse_loss", "ne", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu",
+    "smooth_l1_loss", "softplus", "sqrt", "tanh", "where", "xlogy",
+}  # fmt: skip
+_LINEAR = {"_to_copy", "add", "alias", "clone", "detach", "div", "lift_fresh", "mul", "neg", "rsub", "sub"}
+_ALONG = {
+    "_log_softmax", "_softmax", "all", "amax", "amin", "any", "argmax", "argmin", "gather", "linalg_vector_norm",
+    "logsumexp", "max", "mean", "min", "select", "slice", "std", "sum", "var",
+}  # fmt: skip
+_VIEWS = {"_unsafe_view", "expand", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"}
+_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
+_LEAVING = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
+
+
+class _Leaving(TorchFunctionMode):
+    """Notes where numbers leave torch, so that what is done with them is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_met = self.is_met or getattr(func, "__name__", "") in _LEAVING
+        return func(*args, **(kwargs or {}))
+
+
+class RowWise(Mode):
+    """Sees the operations of a loss whose samples lie in dimension 0."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_so = True
+        self.labels: list[tuple[torch.Tensor, int]] = []  # of means over those that are not ignored, with that number
+
+    @contextlib.contextmanager
+    def seeing(self) -> Iterator[None]:
+        """Sees what runs in the block."""
+        with self, _Leaving() as leaving:
+            yield
+        self.is_so = self.is_so and not leaving.is_met
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.is_so = self.is_so and _keeps_rows_apart(func, args, kwargs, result)
+        if func.overloadpacket.__name__ in _OF_LABELS and argument(func, args, kwargs, "reduction") == 1:
+            self.labels.append((args[1], argument(func, args, kwargs, "ignore_index", -100)))
+        return result
+
+
+def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    name, given = func.overloadpacket.__name__.rstrip("_"), [one for one in args if isinstance(one, torch.Tensor)]
+    if not given:
+        return False
+    first, dims = given[0], {one.dim() for one in given}
+    if name in _LINEAR and (len(given) == 1 or (dims == {0} and name not in ("mul", "div"))):
+        return True
+    if name in _LINEAR or name in _ELEMENTWISE:  # what all samples give together is a number, and not of a sample
+        return len(dims) == 1 and 0 not in dims and len({one.shape[0] for one in given}) == 1
+    if name in _OF_LABELS or name == "multi_margin_loss":
+        return True
+    if name in _ALONG:
+        along = argument(func, args, kwargs, "dim")
+        if name in ("mean", "sum") and result.dim() == 0:
+            return True
+        along = [along] if isinstance(along, int) else along or [0]
+        is_all = name == "slice" and result.shape == first.shape
+        return is_all or (first.dim() > 1 and all(dim % first.dim() for dim in along))
+    # The samples stay where they are: further apart than what each has.
+    is_view = name in _VIEWS and first.dim() > 0 and result.dim() > 0
+    return is_view and result.shape[0] >= first.shape[0] and result.stride(0) == max(result.stride())
 
 
 class Replay:
@@ -57,19 +135,16 @@ class Replay:
         seen: what was seen of the program then.
     """
 
-    def __init__(
-        self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations,
-        proof: Proof, seen: Seen,
-    ) -> None:  # fmt: skip
-        self._task, self._parts, self._parameters = task, parts, parameters
-        self._optimizations, self._proof, self._seen = optimizations, proof, seen
+    def __init__(self, split: Split, proof: Proof, seen: Seen) -> None:
+        self._split, self._task, self._parts, self._proof, self._seen = split, split.task, split.parts, proof, seen
         self._given: list[list[Any]] = []  # by micro-batch and call
         self._bytes = 0
         self.unseen: list[Unseen] = []  # what makes a difference in other batches, which are then proved again
 
     @staticmethod
-    def can_be(task: Task, parts: Sequence[Part], proof: Proof) -> bool:
+    def can_be(split: Split, proof: Proof) -> bool:
         """Whether the loss may be seen so."""
+        task = split.task
         splittable, model, loss_fn = task.splittable, task.model, task.loss_fn
         is_plain = isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
@@ -80,10 +155,8 @@ class Replay:
             return False  # what is compiled would be compiled again, with the hook
         if task.settings.scaler is not None:
             return False  # in low precision rounding hides what is looked for
-        is_alone = not task.settings.reducer.is_shared
-        return (
-            is_plain and is_whole and is_alone and not is_of_pieces and len(parts) > 1 and proof.outcome != "not exact"
-        )
+        is_alone = not task.settings.reducer.is_shared and len(split.parts) > 1
+        return is_plain and is_whole and is_alone and not is_of_pieces and proof.outcome != "not exact"
 
     @property
     def task(self) -> Task:
@@ -150,7 +223,7 @@ class Replay:
         if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
-            found = prove_among_many(self._task, parts, self._parameters, self._optimizations)
+            found = prove_among_many(self._split._replace(parts=parts))
             if found is not None:
                 return replace(found[0], update=self._proof.update), found[1]
         return None
@@ -177,7 +250,8 @@ class Replay:
     def _is_the_same(self, calls: list["_Call"], losses: Mapping[str, float]) -> bool:
         """Whether the loss of all samples has the value of the micro-batches, and is a sum over samples, or drawn."""
         operations = RowWise()
-        ran = self._with_outputs(calls, self._task, lambda trial, cut: trial.value_of(cut), operations=operations)[0]
+        with self._played(calls, operations=operations) as (trial, cut, _):
+            ran = trial.run(cut, cut.whole, differentiate=False)
         error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
         if ran.drew_torch or ran.drew_others:
             self.unseen += even(self._task.splittable)
@@ -190,109 +264,99 @@ class Replay:
         return operations.is_so and error <= _SAME_VALUE
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
-        rows, sizes = self._task.splittable.rows, self._sizes
-        difference = self._difference(calls, sizes)
+        difference = self._difference(calls)
         if difference is None:
             return None
-        try:
-            told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
-        except Exception as error:  # noqa: BLE001 - what was seen is not lost where it can't be worded
-            told = unexplained(difference.error, error)
-        dtype = str(difference.dtype).removeprefix("torch.")
-        found = Proof("not exact", "losses", rows, sizes, difference.error, difference.tolerance, dtype)
-        return replace(found, update=self._proof.update), told
+        found = difference.proof("not exact", "losses", update=self._proof.update)
+        return found, worded("whole batch", "loss", {"error": difference.error}, rows=found.samples)
 
     def _elsewhere(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         """What the loss shows where the model gives something else, and where masks that are full are not."""
         if not self._proof.exact or self._proof.group > 1:
             return None
-        sizes = tuple(min(most, size) for most, size in zip(_FEW, self._sizes, strict=False))
-        rows = [start + row for (start, _), size in zip(calls[0].bounds, sizes, strict=False) for row in range(size)]
+        sizes = tuple(min(most, size) for most, size in zip(_FEW, calls[0].sizes, strict=False))
+        starts = accumulate(calls[0].sizes, initial=0)
+        rows = [start + row for start, size in zip(starts, sizes, strict=False) for row in range(size)]
         splittable, masks = self._task.splittable.chosen(rows), list[str]()
         calls = [call.first(sizes) for call in calls]
         labels, thin = thinned(splittable, sizes)
-        if labels and self._difference(calls, sizes, thin) is not None:
+        if labels and self._difference(calls, thin) is not None:
             each = ((one, thinned(splittable, sizes, one)[1]) for one in labels)
-            alone = (one for one, other in each if self._difference(calls, sizes, other) is not None)
+            alone = (one for one, other in each if self._difference(calls, other) is not None)
             masks = [*alone] or labels
             (batch,) = splittable.batches
             found = (tuple(keys) for label, keys, _ in leaves(batch, "batch") if label in masks)
             self.unseen += [Unseen(keys, is_not_full, "not full") for keys in found]
-        elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
+        elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], splittable) is None:
             self.unseen += [
-                one for one, other in unseen(splittable, sizes) if other is None or self._differs(calls, sizes, other)
+                one for one, other in unseen(splittable, sizes) if other is None or self._differs(calls, other)
             ]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
-        return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
+        return with_note(self._proof, note), told
 
-    def _differs(self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable) -> bool:
-        try:
-            return self._difference(calls, sizes, splittable, is_finite=False) is not None
-        except Exception as error:  # noqa: BLE001 - the loss may take no such batch
-            Failure(error).release()
+    def _differs(self, calls: list["_Call"], splittable: Splittable) -> bool:
+        with tolerated():  # the loss may take no such batch
+            return self._difference(calls, splittable, is_finite=False) is not None
         return False
 
     def _difference(
-        self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None, *,
-        is_finite: bool = True,
-    ) -> Difference | None:  # fmt: skip
+        self, calls: list["_Call"], splittable: Splittable | None = None, *, is_finite: bool = True
+    ) -> Difference | None:
         """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
 
         Args:
             splittable: another batch, for which the model gives the same.
             is_finite: whether losses that are no numbers tell nothing.
         """
-        task = self._task if splittable is None else replace(self._task, splittable=splittable)
-        is_same = splittable is None
-        compare: Callable[[Trial, Cut], Difference] = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
-        found, is_low = self._with_outputs(calls, task, compare, sizes, is_same=is_same)
-        least = (_APART_IN_LOW if is_low else _APART) if found.is_single else _IN_DOUBT
+        with self._played(calls, splittable) as (trial, cut, player):
+            found = trial.difference(cut, in_single=False)
+        least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
         if found.draws or (is_finite and not math.isfinite(found.error)) or found.error < least:
             return None
         return found
 
-    def _with_outputs(
-        self, calls: list["_Call"], task: Task, ask: Callable[[Trial, Cut], T], sizes: tuple[int, ...] = (), *,
-        is_same: bool = True, operations: RowWise | None = None,
-    ) -> tuple[T, bool]:  # fmt: skip
-        """Asks something of the loss while outputs stand in for the model; and whether it came in low precision."""
-        player = _Player(calls, task, is_same=is_same, operations=operations)
-        is_planned = self._task.is_planned
+    @contextlib.contextmanager
+    def _played(
+        self, calls: list["_Call"], splittable: Splittable | None = None, operations: RowWise | None = None
+    ) -> Iterator[tuple[Trial, Cut, "_Player"]]:
+        """Lets outputs stand in for the model; gives what runs the loss of these, their samples, and what plays them.
+
+        Args:
+            splittable: another batch; ``None`` for the one that the model was given.
+        """
+        task, is_planned = self._task, self._task.is_planned
+        player = _Player(calls, task, splittable, operations)
         limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM
-        cut = Cut(task.splittable, sizes or self._sizes)
         # Also where all numbers of all samples are compared with one another.
         is_small = not is_planned and self._bytes**2 < limit
         given = (one for call in calls for own in call.outputs for one in own if isinstance(one, torch.Tensor))
-        leaves = [*self._parameters, *(one for one in given if one.requires_grad)]
+        leaves = [*self._split.parameters, *(one for one in given if one.requires_grad)]
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn()), leaves, self._optimizations)
-            return ask(trial, cut), player.is_low
+            own = replace(task, loss_fn=player.loss_fn(), splittable=player.splittable)
+            trial = Trial(self._split._replace(task=own, parameters=leaves))
+            yield trial, Cut(player.splittable, calls[0].sizes), player
 
 
-def looked_at_apart(
-    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations, proof: Proof,
-    seen: Seen,
-) -> tuple[Found | None, list[Unseen]]:  # fmt: skip
+def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | None, list[Unseen]]:
     """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
+    task, parts = split.task, split.parts
     few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
-    wanted = (
-        [min(most, few) for most in _FEW] if few > 1 else (2, 2)
-    )  # one sample tells nothing of what it is divided by
+    # one sample tells nothing of what it is divided by
+    wanted = [min(most, few) for most in _FEW] if few > 1 else (2, 2)
     sizes = tuple(min(most, len(part.samples)) for most, part in zip(wanted, parts, strict=False))
     rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
     try:
         cut = Cut(task.splittable.chosen(rows), sizes)
         own = replace(task, splittable=cut.splittable, is_planned=True)
-        replay = Replay(own, cut.parts, parameters, optimizations, proof, seen)
+        replay = Replay(split._replace(task=own, parts=cut.parts), proof, seen)
         with surroundings(), Recording(limit=seen.room):
-            losses = Trial(replay.task, parameters, optimizations).run(cut, cut.parts, None).losses
+            losses = Trial(split._replace(task=replay.task)).run(cut, cut.parts).losses
         return replay.found(losses), replay.unseen
     except OverBudget as error:
         Failure(error).release()
-        note = "what the loss does with other outputs takes more, and was not seen"
-        proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+        proof = with_note(proof, "what the loss does with other outputs takes more, and was not seen")
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
         Failure(error).release()
     return (proof, None), even(task.splittable)
@@ -320,41 +384,39 @@ class _Call(NamedTuple):
     inputs: list[list[Any]]  # leaves, by micro-batch
     form: Any  # of an output
     outputs: list[list[Any]]  # leaves, by micro-batch, with a gradient of their own
-    bounds: list[tuple[int, int]]  # the rows of each micro-batch
+    sizes: tuple[int, ...]  # samples of the micro-batches
 
     @classmethod
-    def of(cls, calls: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> "_Call":
-        ends = list(accumulate(sizes))
+    def of(cls, calls: Sequence[tuple[Any, Any]], sizes: tuple[int, ...]) -> "_Call":
         outputs = [[_leaf(one, size) for one in flat(output)] for (_, output), size in zip(calls, sizes, strict=True)]
-        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        return cls([flat(inputs) for inputs, _ in calls], calls[0][1], outputs, bounds)
+        return cls([flat(inputs) for inputs, _ in calls], calls[0][1], outputs, sizes)
 
-    def first(self, sizes: Sequence[int]) -> "_Call":
+    def first(self, sizes: tuple[int, ...]) -> "_Call":
         """The first samples of the first micro-batches."""
-        ends = list(accumulate(sizes))
-        outputs = [
-            [
-                one.detach()[:size].requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
-                for one in own
-            ]
-            for own, size in zip(self.outputs, sizes, strict=False)
-        ]
-        return _Call(self.inputs, self.form, outputs, list(zip([0, *ends[:-1]], ends, strict=True)))
+
+        def cut(one: Any, size: int) -> Any:
+            is_tensor = isinstance(one, torch.Tensor)
+            return one.detach()[:size].requires_grad_(one.requires_grad) if is_tensor else one
+
+        outputs = [[cut(one, size) for one in own] for own, size in zip(self.outputs, sizes, strict=False)]
+        return self._replace(outputs=outputs, sizes=sizes)
+
+    def inside(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """The micro-batches that lie in some rows, each with its place among these."""
+        ends = accumulate(self.sizes)
+        for number, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+            if rows.start <= end - size and end <= rows.stop:
+                yield number, slice(end - size - rows.start, end - rows.start)
 
     def output(self, rows: slice) -> Any:
         """What the model gives for some rows, those of whole micro-batches."""
-        inside = [rows.start <= start and stop <= rows.stop for start, stop in self.bounds]
-        chosen = [leaves for leaves, is_inside in zip(self.outputs, inside, strict=True) if is_inside]
+        chosen = [self.outputs[number] for number, _ in self.inside(rows)]
         return like(self.form, [_joined(own) for own in zip(*chosen, strict=True)])
 
     def is_of(self, inputs: list[Any], rows: slice) -> bool:
         """Whether the model is called with what it was given for some rows."""
-        for kept, (start, stop) in zip(self.inputs, self.bounds, strict=True):
-            if rows.start <= start and stop <= rows.stop:
-                own = slice(start - rows.start, stop - rows.start)
-                if len(kept) != len(inputs) or not all(_is_same(a, b, own) for a, b in zip(inputs, kept, strict=True)):
-                    return False
-        return True
+        kept = ((self.inputs[number], own) for number, own in self.inside(rows))
+        return all(len(one) == len(inputs) and all(map(_is_same, inputs, one, repeat(own))) for one, own in kept)
 
 
 def _is_same(given: Any, kept: Any, rows: slice) -> bool:
@@ -386,8 +448,11 @@ def _joined(own: Sequence[Any]) -> Any:
 class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool, operations: RowWise | None) -> None:
-        self._of_calls, self._task, self._is_same, self._operations = calls, task, is_same, operations
+    def __init__(
+        self, calls: list[_Call], task: Task, splittable: Splittable | None, operations: RowWise | None
+    ) -> None:
+        self._of_calls, self._task, self._is_same, self._operations = calls, task, splittable is None, operations
+        self.splittable = task.splittable if splittable is None else splittable
         self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
@@ -400,15 +465,15 @@ class _Player:
         return in_place_of(self._task.loss_fn, evaluate)  # not kept, since it holds this
 
     def _evaluate(self, model: Any, batch: Any) -> Any:
-        splittable = self._task.splittable
-        rows = lay_out(batch, splittable.broadcast).rows
-        start = self._end % splittable.rows
+        rows = lay_out(batch, self.splittable.broadcast).rows
+        start = self._end % self.splittable.rows
         self._rows, self._calls, self._end = slice(start, start + rows), 0, start + rows
         with contextlib.nullcontext() if self._operations is None else self._operations.seeing():
             result = self._task.loss_fn(model, batch)
-        if self._operations is not None and isinstance(result, GeneratorType):
+        is_generator = isinstance(result, GeneratorType)
+        if self._operations is not None and is_generator:
             self._operations.is_so = False  # its operations come later
-        leaves = [] if isinstance(result, GeneratorType) else flat(result)
+        leaves = [] if is_generator else flat(result)
         self.is_low |= any(isinstance(one, torch.Tensor) and one.dtype in LOW_PRECISION for one in leaves)
         return result
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,16 +20,15 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.beginnings import announced, in_place_of
-from anybatch.checking.gradients import distance, length_of, sketched
+from anybatch.checking.gradients import distance
 from anybatch.checking.isolation import Isolation
-from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by
+from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of
 from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
 from anybatch.checking.visits import Visits
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.pieces import InPieces, Piece, Place
 from anybatch.loss.sequence import OverTime
 from anybatch.loss.sums import values_of
 from anybatch.loss.weights import fetched
@@ -54,7 +54,6 @@ class Outcome:
     losses: dict[str, float]  # the values by name
     counts: dict[str, float]  # what ``Mean`` s were over, by name
     gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
-    sizes: list[int]  # entries of each gradient
 
     @property
     def norm(self) -> float:
@@ -65,16 +64,6 @@ class Outcome:
     def is_finite(self) -> bool:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
-
-    def sketch(self) -> torch.Tensor:
-        """What is kept of the gradient, always of the same entries; 0 where there is none."""
-        found = [sketched(gradient, size) for gradient, size in zip(self.gradients, self.sizes, strict=True)]
-        return torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *found])
-
-    def owners(self) -> torch.Tensor:
-        """The position of the parameter that each of these numbers is of."""
-        lengths = torch.tensor(list(map(length_of, self.sizes)), dtype=torch.int64, device="cpu")
-        return torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
 
 
 class Rig:
@@ -102,7 +91,7 @@ class Rig:
             StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
         )
         self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
-        self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
+        self.isolation = Isolation(self.roots.values(), dtype)
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
         self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
@@ -118,15 +107,17 @@ class Rig:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(OwnOptimizers(self.task.model, self.task.loss_fn).put_back())
-        stack.enter_context(self.isolation)
-        stack.enter_context(self.visits.attached())
         self._random = RandomState([self.device])
         stack.callback(self._random.restore)  # which kernels that nothing stands in for may have moved
+        stack.callback(self.effects.restore)
+        if isinstance(self.task.loss_fn, OverTime):
+            stack.callback(setattr, self.task.loss_fn, "carried", self.task.loss_fn.carried)
+        self.isolation.begin(stack)
+        stack.enter_context(self.visits.attached())
         only = self.task.settings.inputs
-        for prefix, root in self.roots.items():
-            for name, parameter in root.named_parameters():
-                if parameter.requires_grad and (only is None or any(parameter is one for one in only)):
-                    self._add(f"{prefix}.{name}".strip("."), parameter)
+        for name, parameter in parameters_of(self.roots).items():
+            if parameter.requires_grad and (only is None or any(parameter is one for one in only)):
+                self._add(name, parameter)
         for position, leaf in enumerate(only or ()):
             self.isolation.add(leaf)
             self._add(f"inputs[{position}]", leaf)
@@ -166,7 +157,6 @@ class Rig:
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
         whole.gradients = [whole.gradients[i] for i in kept]
-        whole.sizes = [whole.sizes[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
 
@@ -235,10 +225,6 @@ class Rig:
         """The splits that are compared with the whole batch."""
         return splits_of(splittable or self.splittable, self.task.micro_batch_size)
 
-    def batches_of(self, parts: Sequence[Part]) -> list[Any]:
-        """The micro-batches of a split, as copies on the device that a run may write to."""
-        return [to_device(batch, self.device) for batch in copies_of(self.splittable, self.dtype).materialise(parts)]
-
     def run(
         self,
         parts: Sequence[Part] | None = None,
@@ -272,7 +258,9 @@ class Rig:
         loss_fn = only(self.task.loss_fn, name) if name else self.task.loss_fn
         if not isinstance(loss_fn, (Coupled, InPieces)):
             loss_fn = _filled(loss_fn)
-        for part, batch in zip(parts, self.batches_of(parts), strict=True):
+        # At once: they are made before one is written to.
+        batches = [to_device(one, self.device) for one in copies_of(self.splittable, self.dtype).materialise(parts)]
+        for part, batch in zip(parts, batches, strict=True):
             if self.splittable.collate is None:
                 alone = Splittable([batch], broadcast=self.splittable.broadcast)
             else:  # whatever collate made of the samples
@@ -305,33 +293,22 @@ class Rig:
         )  # fmt: skip
         draws = self.stand_ins is not None and bool(self.stand_ins.draws)  # a second pass would draw others
         task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=not draws)
-        over_time = self.task.loss_fn if isinstance(self.task.loss_fn, OverTime) else None
-        carried = None if over_time is None else over_time.carried
-        if over_time is not None:  # every run begins with state(model, batch)
-            over_time.carried = None
-        self._clear()
-        try:
-            self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
-            self._random.restore()  # from which the seed of masks is drawn
-            with self.stand_ins or contextlib.nullcontext():
-                weights, sums = run_pass(task, parts, self.parameters, Progress())
-            gradients = [_dense(parameter.grad) for parameter in self.parameters]
-        finally:
-            if over_time is not None:
-                over_time.carried = carried
-            self._clear()
+        if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
+            self.task.loss_fn.carried = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
+        self._random.restore()  # from which the seed of masks is drawn
+        with self.stand_ins or contextlib.nullcontext():
+            weights, sums = run_pass(task, parts, self.parameters, Progress())
+        gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
             raise CountError(
                 "the count of the batch is 0, so there is no gradient to compare; expected a batch with something to "
                 "learn from"
             )
-        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in self.parameters]
-        return Outcome(values_of(sums), counts, gradients, sizes)
-
-    def _clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        return Outcome(values_of(sums), counts, gradients)
 
     def check_gradient(self, whole: Outcome) -> None:
         """Refuses a loss that gives no gradient to any parameter of the model."""
@@ -466,3 +443,67 @@ def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
     """Consecutive parts of some sizes."""
     starts = itertools.accumulate(sizes, initial=0)
     return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]
+
+
+def announced(
+    loss_fn: LossFunction,
+    begin: Callable[[], None],
+    begin_whole: Callable[[], None] = lambda: None,
+    *,
+    in_pieces: bool = True,
+) -> LossFunction:
+    """A loss function of the same kind that says when it begins.
+
+    Args:
+        begin: is called before each micro-batch.
+        begin_whole: is called before what sees all micro-batches.
+        in_pieces: whether a loss that can come in pieces does.
+    """
+    if isinstance(loss_fn, Coupled):
+        return _coupled(loss_fn, begin, begin_whole)
+    if isinstance(loss_fn, InPieces) and in_pieces:
+        return _InPieces(loss_fn, begin)
+
+    def evaluate(model: Any, batch: Any) -> Any:
+        begin()
+        return loss_fn(model, batch)
+
+    return in_place_of(loss_fn, evaluate)
+
+
+def in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
+    """Lets the modules of a loss be found behind a function that calls it."""
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    function: LossFunction = evaluate
+    return function
+
+
+def _coupled(coupled: Coupled, begin: Callable[[], None], begin_whole: Callable[[], None]) -> Coupled:
+    def encode(model: Any, batch: Any) -> Any:
+        begin()
+        return coupled.encode(model, batch)
+
+    @functools.wraps(coupled.loss)  # whose arguments it is asked for
+    def loss(*arguments: Any) -> Any:
+        begin_whole()
+        return coupled.loss(*arguments)
+
+    return Coupled(encode, loss, row_block=coupled.row_block)
+
+
+class _InPieces(InPieces):
+    def __init__(self, loss_fn: InPieces, begin: Callable[[], None]) -> None:
+        self._loss_fn = loss_fn
+        self._begin = begin
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        return getattr(self._loss_fn, "user_functions", ())
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        self._begin()
+        return self._loss_fn(model, batch)
+
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        self._begin()
+        yield from self._loss_fn.pieces(model, batch, place)

@@ -2,11 +2,9 @@
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,36 +14,104 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
 from anybatch.checking.averages import Averages
-from anybatch.checking.beginnings import announced
-from anybatch.checking.causes import listed, more, reason
+from anybatch.checking.causes import more, reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.cuts import placed_one_by_one
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.isolation import muted
+from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Outcome, scaled
+from anybatch.checking.state import shown_iterators
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.sequence import OverTime
 from anybatch.records.certificates import Reason
-from anybatch.tensors.sideeffects import Effect
+from anybatch.update.passes import Task
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
-_NEAR = 4  # calls that come next
-_LATER = (5040, 5039, 10**6)  # calls, which many numbers divide
-_MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
 
 def searched(case: Case, comparison: Comparison) -> list[Reason]:
     """Names the first cause that is found."""
+    for what, search in _SEARCHES.items():
+        nothing: list[Reason] = []
+        if found := case.searched(what, lambda search=search: search(case, comparison), nothing):  # type: ignore[misc]
+            return found
+    return [reason("not additive")]
+
+
+def _row_block(case: Case, comparison: Comparison) -> list[Reason]:
+    """Whether a coupled loss is the whole batch's only if it is computed for all rows at once."""
+    coupled = case.rig.task.loss_fn
+    if not isinstance(coupled, Coupled) or coupled.row_block is None:
+        return []
+    one_block = Coupled(coupled.encode, coupled.loss, row_block=case.rig.splittable.rows)
+    evidence = {"row_block": coupled.row_block, "error": comparison.error}
+    return [reason("rows", "loss", evidence)] if case.is_exact(loss_fn=one_block) else []
+
+
+def _written(case: Case, comparison: Comparison) -> list[Reason]:
+    """The weights that the forward or the loss writes to, which other micro-batches find changed."""
+    own = parameters_of(case.rig.roots)
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    case.rig.run()
+    written = {name: one for name, one in own.items() if not torch.equal(one.detach(), before[name])}
+    if not written:
+        return []
+    begun = list[list[torch.Tensor]]()
+    case.rig.run()
+
+    def begin() -> None:
+        begun.append([one.detach().clone() for one in written.values()])
+
+    carried = case.rig.effects.found()
+    case.attempt(case.splits[0], fresh=False, carries=carried, loss_fn=case.beginning(begin))
+    # As by a first forward that sets them by the samples that it is given.
+    is_once = len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in written.values()]))
+    return [written_weights(case.rig.task, written, comparison.error, "first forward" if is_once else "")]
+
+
+def written_weights(task: Task, weights: Mapping[str, torch.Tensor], error: float, cause: str = "") -> Reason:
+    """Says that the forward or the loss writes to weights, or that the loss trains those of another net.
+
+    It trains what an optimizer has that it reaches; an average that it moves requires gradients as often.
+    """
+    own = {id(one) for one in task.model.parameters()} if isinstance(task.model, torch.nn.Module) else set()
+    is_trained = {id(one) for one in weights.values()} <= optimized_by(task.loss_fn) - own
+    names = list(weights)
+    return reason(cause or ("trained" if is_trained else "weight"), names[0], {"weights": names, "error": error})
+
+
+def _failing(case: Case, comparison: Comparison) -> list[Reason]:
     for parts, failure in comparison.failures:
         if not isinstance(failure, CountError):
             whole_leaf = case.searched("leaves that are not per sample", lambda: _not_per_sample(case), None)
             return [whole_leaf or _part_fails(failure, min(len(part.samples) for part in parts))]
-    for what, search in _SEARCHES.items():
-        nothing: list[Reason] = []
-        if found := case.searched(what, lambda search=search: search(case), nothing):  # type: ignore[misc]
-            return found
-    return [reason("not additive")]
+    return []
+
+
+def _in_chunks(case: Case, _: Comparison) -> list[Reason]:
+    """Whether micro-batches add up to the whole batch in the same chunks, though not to all steps at once."""
+    loss, whole = case.rig.task.loss_fn, case.whole
+    if not isinstance(loss, OverTime) or case.compared(whole=(found := case.rig.run())).error > case.tolerance:
+        return []
+    off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
+    evidence = {"error": case.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
+    return [reason("time", "chunk_loss", evidence)]
+
+
+def _moving(case: Case, _: Comparison) -> list[Reason]:
+    """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
+    is_cut = isinstance(case.rig.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
+    first = case.rig.run().gradients if is_cut else case.whole.gradients
+    errors = [relative(distance(case.rig.run().gradients, first), case.whole.norm) for _ in range(2)]
+    differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
+    if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
+        return [reason("not held")]
+    where, what = shown_iterators(case.rig.effects.found())
+    return [reason("moves", where, {"moves": True}, what=what)] if differs else []
 
 
 def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
@@ -64,7 +130,7 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     return [more(one, *failures) for one in reasons]
 
 
-def _hooks(case: Case) -> list[Reason]:
+def _hooks(case: Case, _: Comparison) -> list[Reason]:
     """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
     rig = case.rig
     hooked = {n: p for n, p in zip(rig.names, rig.parameters, strict=True) if p._backward_hooks}
@@ -81,7 +147,7 @@ def _hooks(case: Case) -> list[Reason]:
     return [reason("hook", names[0], evidence)] if error <= case.tolerance else []
 
 
-def _backward(case: Case) -> list[Reason]:
+def _backward(case: Case, _: Comparison) -> list[Reason]:
     """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
     rig = case.rig
     half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
@@ -97,7 +163,7 @@ def _backward(case: Case) -> list[Reason]:
     return [reason("backward", module or (wrong[-1] if wrong else "model"), evidence, shown=shown)]
 
 
-def _padding(case: Case) -> list[Reason]:
+def _padding(case: Case, _: Comparison) -> list[Reason]:
     """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
 
     If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
@@ -112,7 +178,7 @@ def _padding(case: Case) -> list[Reason]:
     return []
 
 
-def _mixing_modules(case: Case) -> list[Reason]:
+def _mixing_modules(case: Case, _: Comparison) -> list[Reason]:
     """The modules that got the same in the whole batch and in its parts, and gave something else."""
     rig, parts = case.rig, list[Recording]()
     with rig.visits.recording(range(rig.splittable.rows)) as whole:
@@ -190,7 +256,7 @@ class Aligned(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _broadcasts(case: Case) -> list[Reason]:
+def _broadcasts(case: Case, _: Comparison) -> list[Reason]:
     """Whether the split adds up where samples in a column and samples in a row are compared one by one."""
     with Aligned() as aligned:
         whole = case.attempt()
@@ -202,13 +268,18 @@ def _broadcasts(case: Case) -> list[Reason]:
     return [reason("broadcasts", "loss", evidence)] if error <= case.tolerance else []
 
 
-_SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
+_SEARCHES: dict[str, Callable[[Case, Comparison], list[Reason]]] = {
+    "rows of a block": _row_block,
+    "weights that are written to": _written,
+    "parts that fail": _failing,
+    "chunks of time": _in_chunks,
+    "what moves": _moving,
     "hooks": _hooks,
     "whether the backward is linear": _backward,
     "padding": _padding,
     "modules that mix samples": _mixing_modules,
     "shapes that broadcast": _broadcasts,
-    "what the loss is averaged over": lambda case: wrong_averages(case, case.compared()),
+    "what the loss is averaged over": lambda case, _: wrong_averages(case, case.compared()),
 }
 
 
@@ -265,141 +336,3 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
     cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
     return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
-
-
-class State:
-    """What the whole batch's run changed in Python, and what it does to the micro-batches that come after."""
-
-    def __init__(self, case: Case, changed: Sequence[Effect]) -> None:
-        self._case = case
-        self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
-        self._parts = case.splits[-1]
-        self.error = 0.0  # how far off the gradient is, if it is
-        self.is_made_once = False  # whether only the first call makes it, by the samples that it is given
-
-    def reason(self) -> Reason | None:
-        """What makes a difference in the micro-batches of one step."""
-        for parts in reversed(self._case.splits if self._changed else ()):  # a state may be for parts of one size only
-            self._parts, self.error, alone = parts, 0.0, self._case.attempt(parts)
-            if isinstance(alone, Outcome) and self._differs(alone, self._changed):
-                break
-        else:
-            return None
-        few = self._changed if len(self._changed) <= _MOST_EFFECTS else []
-        blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
-        self.is_made_once = self._is_made_once(blamed)
-        self._case.attempt(self._parts, carries=self._changed)
-        off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
-        if self.is_made_once:
-            return self._worded("first call", blamed, error=self.error)
-        kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)
-        return self._worded(kind, blamed, off=off, error=self.error)
-
-    def _is_made_once(self, effects: Sequence[Effect]) -> bool:
-        """Whether micro-batches that find what the whole batch has made leave it, and give its gradient."""
-
-        def begin() -> None:
-            for effect in self._changed:
-                effect.set(effect.after)
-
-        found = announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
-        return self._case.is_exact(loss_fn=found) and all(one.again() is one.after for one in effects)
-
-    def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
-        """Whether the split gives something else if some changes go over from one micro-batch to the next."""
-        outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
-        if isinstance(outcome, Outcome):
-            error = relative(distance(outcome.gradients, alone.gradients), max(alone.norm, self._case.whole.norm))
-        self.error = max(self.error, error)
-        return error > self._case.tolerance
-
-    def note(self, *, ahead: bool = False) -> Reason | None:
-        """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does.
-
-        Args:
-            ahead: whether only values count that it has not had yet.
-        """
-        self._case.attempt(self._parts, carries=self._changed)
-        counted = (one for one in self._changed if isinstance(one.after, int) and one.again() != one.after)
-        counters = [*filter(lambda one: one.is_growth, self._changed), *filter(lambda one: one.is_number, counted)]
-        later = [
-            effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect, () if ahead else (0, 1))
-        ]
-        if not later or not math.isfinite(self._case.whole.norm):  # nothing is told apart by what is not finite
-            return None
-        self._case.attempt(self._parts, carries=self._changed)
-        return self._worded("later list" if later[0].is_growth else "later counter", later)
-
-    def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
-        code = _code_of(effects[0])
-        name = re.findall(r"[A-Za-z_]\w*", code)[-1]
-        shown = "; ".join(list(dict.fromkeys(_moved(effect, len(self._parts)) for effect in effects))[:3])
-        evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
-        return reason(
-            cause,
-            code,
-            evidence,
-            shown=shown,
-            off=off,
-            name=name,
-            code=code,
-            kept=f"list({code[4:-1]})",
-            list=code[4:-1],
-        )
-
-    def _matters_elsewhere(self, effect: Effect, others: Sequence[int]) -> bool:
-        """Whether the gradient is another one once it was counted further, to what many periods of calls divide."""
-        setters: list[Callable[[], None]] = [partial(effect.repeat, _LATER[0])]
-        if not effect.is_growth:
-            kind, now = type(effect.after), effect.after
-            near = range(now, now + _NEAR)
-            setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
-        for begin in setters:
-            outcome = self._case.attempt(
-                loss_fn=announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
-            )
-            if not isinstance(outcome, Outcome):
-                continue  # such as an index that is out of range
-            if self._case.error_of(outcome.gradients, outcome.norm) > self._case.tolerance:
-                return True
-        return False
-
-
-def _nothing() -> None:
-    pass
-
-
-def _kind_of(effect: Effect, rows: int) -> str:
-    """The cause by what changed: a counter of calls, another number, rows of the samples, or anything else."""
-    if not effect.is_number:
-        both = (effect.before, effect.after)
-        is_of_samples = all(isinstance(one, torch.Tensor) and one.shape[:1] == (rows,) for one in both)
-        return "state" if is_of_samples else "shared state"
-    return "counter" if effect.after - effect.before == 1 else "number"
-
-
-def _code_of(effect: Effect) -> str:
-    return f"len({effect.place.code.rpartition('[')[0]})" if effect.is_growth else effect.place.code
-
-
-def _moved(effect: Effect, micro_batches: int) -> str:
-    what = f"`{_code_of(effect)}`{effect.place.owner}"
-    now = effect.again()
-    if effect.is_growth:
-        return f"{what} grows with each of {micro_batches} micro-batches"
-    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
-        if (now - effect.before) / (effect.after - effect.before) == micro_batches:
-            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
-        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
-    return f"{what} is changed by one micro-batch and read by the next"
-
-
-def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
-    """What moved in a run and can't be put back: where it lies, and how to say it."""
-    places = [effect.place for effect in effects if effect.is_iterator]
-    if not places:
-        return (
-            "loss",
-            "the model or the loss reads what moves: a counter that can't be put back, an iterator, a clock or a file",
-        )
-    return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,14 @@ _PLACE = 0.6  # where in its distribution the number is that stands for a whole 
 _STEPS = (0.4142135623730951, 0.7320508075688772, 0.2360679774997898, 0.6457513110645906, 0.3166247903553998)
 
 
+@dataclass
+class Held:
+    """What all numbers that stand in for random ones have in common."""
+
+    alike: bool = False  # whether all draws have the same ones
+    constant: bool = False  # whether one stands in for all of a draw, whatever sample it is of
+
+
 class Numbers:
     """Numbers in (0, 1) that depend on the draw, the sample and the position in it, but not on the rest of the batch.
 
@@ -42,9 +51,8 @@ class Numbers:
     after the other.
     """
 
-    def __init__(self) -> None:
-        self.alike = False  # whether all draws have the same numbers
-        self.constant = False  # whether all numbers are the same instead, for draws whose samples can't be found
+    def __init__(self, held: "Held") -> None:
+        self.held = held
         self._whole: list[tuple[int, ...]] = []
         self._rows = 0
         self._samples: Sequence[int] = ()
@@ -64,7 +72,7 @@ class Numbers:
         shape = tuple(like.shape)
         self._meet(shape)
         shift = self._turn() * _STEPS[-1] % 1
-        if self.constant:
+        if self.held.constant:
             return torch.full((), _PLACE + shift, device=like.device).frac_().clamp_(1e-6, 1 - 1e-6)
         total = torch.full((), shift, device=like.device)
         for dim, size in enumerate(shape):
@@ -78,7 +86,7 @@ class Numbers:
         turn, many = self._drawn - 1, len(self._samples)
         if self.is_uneven and many:
             turn = turn // many * self._rows + self._samples[turn % many]
-        return turn // _SAME_TURNS if self.alike else turn  # a loop may draw until a number pleases it
+        return turn // _SAME_TURNS if self.held.alike else turn  # a loop may draw until a number pleases it
 
     def _meet(self, shape: tuple[int, ...]) -> None:
         """Compares the shape of a draw with that of the same draw in the whole batch."""
@@ -130,8 +138,8 @@ class StandIns(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: dict[Draw, None] = {}  # the places where random numbers were drawn
         self.lowered: set[str] = set()  # operations that computed in lower precision than double although they were to
-        self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
-        self.hold_alike(not in_order)
+        self.held = Held(alike=not in_order)
+        self.in_parts, self.in_collate, self.in_whole = (Numbers(self.held) for _ in range(3))
         # what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples
         self.numbers = self.in_parts
         # the draws of each forward that began; with a list here numbers are really drawn
@@ -171,20 +179,10 @@ class StandIns(Mode):
             return (*args[:place], 0.0, *args[place + 1 :]), kwargs
         return args, {**kwargs, "dropout": 0.0}
 
-    def hold_constant(self, is_constant: bool) -> None:
-        """One number stands in for all of a draw, whatever sample it is of; or each sample has its own again."""
-        for numbers in (self.in_parts, self.in_collate, self.in_whole):
-            numbers.constant = is_constant
-
     @property
     def is_uneven(self) -> bool:
         """Whether parts draw more or less often than the whole batch."""
         return any(numbers.is_uneven for numbers in (self.in_parts, self.in_collate, self.in_whole))
-
-    def hold_alike(self, is_alike: bool) -> None:
-        """All draws have the same numbers; or each has its own again."""
-        for numbers in (self.in_parts, self.in_collate, self.in_whole):
-            numbers.alike = is_alike
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not draws(func, args, kwargs):
@@ -195,7 +193,9 @@ class StandIns(Mode):
         if self.drawn is not None:
             return self._really(func, args, kwargs)
         stand_in = STAND_INS.get(name)
-        return func(*args, **kwargs) if stand_in is None else stand_in(self.numbers, func, args, kwargs)
+        if stand_in is None:
+            return func(*args, **kwargs)
+        return stand_in(self.numbers, partial(argument, func, args, kwargs), args, name)
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Draws, and notes where the generator stood, if that moves it: what has no entries, or one order, does not."""
@@ -306,24 +306,23 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
     return not names or (bool(argument(func, args, kwargs, "train", True)) and any(rate > 0 for rate in rates))
 
 
-def _new(func: Any, args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+Given = Callable[..., Any]  # an argument of an operation by its name, and a default
+StandIn = Callable[[Numbers, Given, Any, str], Any]  # is given the arguments and the name of the operation
+
+
+def _new(given: Given, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty tensor of the shape, precision and device that a factory was asked for."""
-    source = argument(func, args, kwargs, "self")
-    chosen = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-    if isinstance(source, torch.Tensor):
+    chosen = {name: value for name in ("dtype", "device") if (value := given(name)) is not None}
+    if isinstance(source := given("self"), torch.Tensor):
         return torch.empty_like(source, **chosen)
-    if dtype is not None:
-        chosen.setdefault("dtype", dtype)
-    size = argument(func, args, kwargs, "size")
-    return torch.empty(argument(func, args, kwargs, "n") if size is None else size, **chosen)
+    size = given("size")
+    return torch.empty(given("n") if size is None else size, **({"dtype": dtype} | chosen if dtype else chosen))
 
 
-def _filled(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+def _filled(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
     """A tensor filled in place, or by a factory, with numbers of a distribution."""
-    name = func.overloadpacket.__name__
     whole = torch.int64 if name.startswith("randint") else None
-    tensor = args[0] if name.endswith("_") else _new(func, args, kwargs, dtype=whole)
-    given = partial(argument, func, args, kwargs)
+    tensor = args[0] if name.endswith("_") else _new(given, dtype=whole)
     return tensor.copy_(_DISTRIBUTIONS[name.removesuffix("_like")](numbers.places(tensor), given))
 
 
@@ -331,7 +330,7 @@ def _whole_numbers(places: torch.Tensor, low: float, high: float) -> torch.Tenso
     return (low + places.double() * (high - low)).floor()
 
 
-_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, Given], torch.Tensor]] = {
     "rand": lambda places, given: places,
     "randn": lambda places, given: torch.special.ndtri(places),
     "randint": lambda places, given: _whole_numbers(places, given("low", 0), given("high")),
@@ -342,58 +341,56 @@ _DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 
 
-def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    fresh = _new(func, args, kwargs, dtype=torch.int64)
+def _randperm(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
+    fresh = _new(given, dtype=torch.int64)
     return fresh.copy_(torch.arange(fresh.numel() - 1, -1, -1, device=fresh.device))
 
 
-def _normal_of(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
+def _normal_of(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
+    mean, std = given("mean", 0.0), given("std", 1.0)
     like = next((one for one in (mean, std) if isinstance(one, torch.Tensor)), None)
-    like = _new(func, args, kwargs) if like is None else like
+    like = _new(given) if like is None else like
     return mean + std * torch.special.ndtri(numbers.places(like)).to(like.dtype).expand(like.shape)
 
 
-def _bernoulli_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+def _bernoulli_(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
     """The mask of dropout, among others; if all numbers are the same, everything is kept."""
-    rate = argument(func, args, kwargs, "p", 0.5)
-    if numbers.constant and not isinstance(rate, torch.Tensor):
+    rate = given("p", 0.5)
+    if numbers.held.constant and not isinstance(rate, torch.Tensor):
         return args[0].fill_(1 if rate > 0 else 0)
     return args[0].copy_(numbers.places(args[0]) < rate)
 
 
-def _bernoulli(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate = argument(func, args, kwargs, "p")
-    return (numbers.places(args[0]) < (args[0] if rate is None else rate)).expand_as(args[0]).to(args[0].dtype)
+def _bernoulli(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
+    rate = args[0] if (own := given("p")) is None else own
+    return (numbers.places(args[0]) < rate).expand_as(args[0]).to(args[0].dtype)
 
 
-def _native_dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    rate, training = argument(func, args, kwargs, "p", 0.5), argument(func, args, kwargs, "train", True)
-    if training is False or rate == 0:
+def _native_dropout(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
+    rate = given("p", 0.5)
+    if given("train", True) is False or rate == 0:
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    kept = (numbers.places(args[0]) < 1 - rate).expand_as(args[0]) | numbers.constant
+    kept = (numbers.places(args[0]) < 1 - rate).expand_as(args[0]) | numbers.held.constant
     return args[0] * kept * (1 / (1 - rate) if rate < 1 else 0.0), kept
 
 
-def _multinomial(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    wanted = argument(func, args, kwargs, "num_samples")
+def _multinomial(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
     best = args[0].argsort(dim=-1, descending=True, stable=True)
-    return best[..., torch.arange(wanted, device=best.device) % best.size(-1)]
+    return best[..., torch.arange(given("num_samples"), device=best.device) % best.size(-1)]
 
 
-def _rrelu(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
-    lower, upper = argument(func, args, kwargs, "lower", 1 / 8), argument(func, args, kwargs, "upper", 1 / 3)
-    noise = argument(func, args, kwargs, "noise")
-    noise.copy_(torch.where(args[0] <= 0, (lower + upper) / 2, 1.0))
+def _rrelu(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
+    noise = given("noise")
+    noise.copy_(torch.where(args[0] <= 0, (given("lower", 1 / 8) + given("upper", 1 / 3)) / 2, 1.0))
     return args[0] * noise
 
 
-def _same(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+def _same(numbers: Numbers, given: Given, args: Any, name: str) -> Any:
     """Distributions whose mean is their parameter: Poisson, the standard gamma."""
     return args[0].clone()
 
 
-STAND_INS: dict[str, Callable[[Numbers, Any, Any, Any], Any]] = {
+STAND_INS: dict[str, StandIn] = {
     **dict.fromkeys([*_DISTRIBUTIONS, "rand_like", "randn_like", "randint_like"], _filled),
     **dict.fromkeys(["normal", "normal_functional"], _normal_of),
     **dict.fromkeys(["poisson", "_standard_gamma"], _same),
@@ -439,16 +436,12 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = No
     """
     if offs is None:
         return a @ b
-    ends = [int(end) for end in offs.tolist()]
-    groups = list(zip([0, *ends[:-1]], ends, strict=True))
-    if a.dim() == 2 and b.dim() == 2:
-        return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
-    if b.dim() == 3:
-        found = a.new_zeros(a.size(0), b.size(-1))
-        for group, (start, end) in enumerate(groups):
-            found[start:end] = a[start:end] @ b[group]
-    else:
-        found = a.new_zeros(a.size(1), b.size(-1))
-        for group, (start, end) in enumerate(groups):
-            found[:, start:end] = a[group] @ b[:, start:end]
-    return found
+    ends: list[int] = offs.tolist()
+    groups = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if a.dim() == b.dim() == 2:
+        return torch.stack([a[:, own] @ b[own] for own in groups])
+    if b.dim() == 3:  # rows behind the last group are of none
+        found = [a[own] @ b[group] for group, own in enumerate(groups)]
+        return torch.cat([*found, a.new_zeros(len(a) - ends[-1], b.size(-1))])
+    found = [a[group] @ b[:, own] for group, own in enumerate(groups)]
+    return torch.cat([*found, a.new_zeros(a.size(1), b.size(-1) - ends[-1])], dim=1)

@@ -9,15 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason, unexplained
-from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
-from anybatch.checking.proof import CERTAIN, SMALL, until_crossed
+from anybatch.checking.causes import reason
+from anybatch.checking.cuts import Cut, Cuts
+from anybatch.checking.proof import CERTAIN, SMALL, until_crossed, with_note
+from anybatch.checking.proving import Split
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import StandIns
-from anybatch.checking.trial import Optimizations, Trial, surroundings
+from anybatch.checking.trial import Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
@@ -28,23 +27,17 @@ from anybatch.update.transaction import Failure
 _TRIES = 2  # once more if ranks that run other units gather everything from then on
 
 
-def prove_together(
-    task: Task,
-    parts: Sequence[Part],
-    parameters: Sequence[torch.Tensor],
-    optimizations: Optimizations,
-    update: int | None,
-) -> tuple[Proof, Reason | None]:
+def prove_together(split: Split) -> tuple[Proof, Reason | None]:
     """Proves that a step may split its batch; all ranks call it, whatever they split, and get the same answer."""
+    task, update = split.task, split.update
     note = ""
     with surroundings():
-        trial = Trial(task, parameters, optimizations, task.settings.reducer)
+        trial = Trial(split, task.settings.reducer)
         for _ in range(_TRIES):
             try:
-                proof, why = _compared(trial, task, parts)
+                proof, why = _compared(trial, split)
                 if task.cut_of_time is not None:  # each chunk gathers the weights, on all ranks at once
-                    note = "where time is cut was not compared, since the model lies in parts"
-                    proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+                    proof = with_note(proof, "where time is cut was not compared, since the model lies in parts")
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
@@ -61,17 +54,17 @@ def prove_together(
     return Proof("undecided", update=update, note=f"some samples can't be run by themselves ({note})"), None
 
 
-def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
-    reducer, cut, numbers = task.settings.reducer, _cut(task, parts), StandIns()
+def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
+    reducer, cut, numbers = split.task.settings.reducer, _cut(split.task, split.parts), StandIns()
     of_whole, of_parts = Bounds(), Bounds()
     whole = trial.run(cut, None if cut is None else cut.whole, numbers, bounds=of_whole)
-    split = trial.run(cut, None if cut is None else cut.parts, numbers, bounds=of_parts)
+    in_parts = trial.run(cut, None if cut is None else cut.parts, numbers, bounds=of_parts)
     heard = reducer.hear(
         {
-            "distance": split.gradient.distance(whole.gradient) ** 2,
+            "distance": in_parts.gradient.distance(whole.gradient) ** 2,
             "scale": whole.gradient.distance() ** 2,
             "sizes": [] if cut is None else list(cut.sizes),
-            "draws": split.drew_torch or split.drew_others,
+            "draws": in_parts.drew_torch or in_parts.drew_others,
             "bound": "" if cut is None else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)),
         }
     )
@@ -80,25 +73,22 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     if not sizes or not scale:
         return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None
     leaves, draws = (*trial.parameters, *reducer.known_leaves(trial.parameters)), any(one["draws"] for one in heard)
-    difference = trial.judged(leaves, distance / scale, split.value_error(whole), draws=draws)
-    error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
-    proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, dtype)
+    difference = trial.judged(
+        Cut(split.task.splittable, tuple(sizes)), leaves, distance / scale, in_parts.value_error(whole), draws=draws
+    )
+    error, proof = difference.error, difference.proof("exact", "comparison")
     if difference.is_none:
         bound = next((one["bound"] for one in heard if one["bound"] and not draws), "")
         return until_crossed(proof, bound) if bound else (proof, None)
-    if error <= CERTAIN * tolerance or not math.isfinite(error) or draws:
+    if error <= CERTAIN * difference.tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    try:
-        told = reason("in parts", "loss", {"error": error})
-    except Exception as failure:  # noqa: BLE001 - what was seen is not lost where it can't be worded
-        told = unexplained(error, failure)
-    return replace(proof, outcome="not exact"), told
+    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:
     if len(parts) < 2 or task.splittable.obstacle is not None:
         return None
-    is_small = max(len(part.samples) for part in parts) < SMALL
-    ways = [cuts_between, cuts_inside] if is_small and not task.is_planned else [cuts_inside]
-    return next((cut for cuts in ways for cut in cuts(task.splittable, parts)), None)
+    cuts = Cuts(task.splittable, parts)
+    ways = [cuts.between, cuts.inside] if cuts.largest < SMALL and not task.is_planned else [cuts.inside]
+    return next((cut for way in ways for cut in way()), None)

@@ -13,13 +13,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part
-from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.isolation import is_flag
-from anybatch.checking.reach import OwnOptimizers
+from anybatch.checking.proving import Split
+from anybatch.checking.reach import OwnOptimizers, parameters_of
 from anybatch.checking.reach import modules_of as reached_modules
-from anybatch.checking.rig import scaled
+from anybatch.checking.rig import announced, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider, repeats
 from anybatch.interception import unobserved
@@ -31,13 +31,14 @@ from anybatch.loss.weights import FORWARD
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
-from anybatch.records.certificates import Certificate
+from anybatch.records.certificates import Certificate, Reason
+from anybatch.records.proofs import Proof
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import Effect, SideEffects
+from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
@@ -53,7 +54,7 @@ _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 T = TypeVar("T")
-Optimizations = Callable[[], AbstractContextManager[Any]]
+Found = tuple[Proof, Reason | None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Difference:
     dtype: torch.dtype  # the lowest precision of what has a gradient
     is_single: bool  # whether everything was computed in float32 at least
     draws: bool  # whether random numbers are drawn
+    cut: Cut
     # the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none
     bound: str = ""
     # how far off the gradient is where two micro-batches really draw the same numbers, and what draws them
@@ -90,6 +92,12 @@ class Difference:
     def is_none(self) -> bool:
         """Whether they are the same within rounding."""
         return self.error <= self.tolerance and self.value_error <= (1e-5 if self.is_single else 0.05)
+
+    def proof(self, outcome: Any, by: Any, certificate: Certificate | None = None, **others: Any) -> Proof:
+        """What is proved of the cut, by the numbers of a certificate where there is one."""
+        found, sizes = self if certificate is None else certificate, self.cut.sizes
+        dtype = str(found.dtype).removeprefix("torch.")
+        return Proof(outcome, by, sum(sizes), sizes, found.error, found.tolerance, dtype, **others)
 
 
 class _Hooks(TorchFunctionMode):
@@ -127,16 +135,11 @@ class Trial:
         reducer: the processes that run the same cuts together; ``None`` for this one alone.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        parameters: Sequence[torch.Tensor],
-        optimizations: Optimizations,
-        reducer: Reducer | None = None,
-    ) -> None:
+    def __init__(self, split: Split, reducer: Reducer | None = None) -> None:
+        task = split.task
         self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
         self._is_shared = reducer is not None
-        self._task, self.parameters, self._optimizations = task, list(parameters), optimizations
+        self._task, self.parameters, self._optimizations = task, list(split.parameters), split.optimizations
         reached = (*task.modules, *reached_modules(task.model, task.loss_fn).values())
         self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
@@ -155,7 +158,7 @@ class Trial:
         # the weights of TorchScript that writes to something, which no mode sees; until a run has moved none of them
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
-        self._effects = SideEffects([*self._modules, *functions], tensors=False)
+        self.effects = SideEffects([*self._modules, *functions], tensors=False)
         self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
@@ -179,8 +182,7 @@ class Trial:
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
-        counted, error = self._gradient_error(whole, split)
-        found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        found = self._compared(cut, whole, split, draws=draws, in_single=in_single)
         if not found.is_none:
             return found
         seeded = None if in_pieces or not (draws or whole.drew_torch) else self._seeded(cut, numbers)
@@ -198,36 +200,33 @@ class Trial:
         with numbers.drawing() as of_parts:
             split = self.run(cut, cut.parts, numbers)
         operations = [draw.operation for draw in numbers.draws]
-        return (self._gradient_error(whole, split)[1], operations) if repeats(of_whole, of_parts) else None
+        return (self._compared(cut, whole, split).error, operations) if repeats(of_whole, of_parts) else None
 
-    def _gradient_error(self, whole: "Ran", split: "Ran") -> tuple[list[torch.Tensor], float]:
-        """How far two gradients are apart, and of which leaves."""
+    def _compared(
+        self, cut: Cut, whole: Ran, other: Ran, *, draws: bool = False, in_single: bool = False
+    ) -> Difference:
+        """How far another run is from the whole."""
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
-        lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
-        counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
-        distance = split.gradient.distance(whole.gradient, of=counted)
-        return counted, relative(distance, whole.gradient.distance(of=counted))
+        lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, other.leaves))
+        counted = [one for one in [*whole.leaves, *other.leaves] if id(one) in lasting]
+        error = relative(other.gradient.distance(whole.gradient, of=counted), whole.gradient.distance(of=counted))
+        return self.judged(cut, counted, error, other.value_error(whole), draws=draws, in_single=in_single)
 
     def is_the_same(self, cut: Cut) -> bool:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
         alone = cut.alone(cut.parts[0])
-        whole, part = self.run(cut, cut.whole, None), self.run(alone, alone.whole, None)
-        return self.judged(self.parameters, self._gradient_error(whole, part)[1], 0.0, draws=False).is_none
+        whole, part = self.run(cut, cut.whole), self.run(alone, alone.whole)
+        return replace(self._compared(cut, whole, part), value_error=0.0).is_none
 
     def moves(self, cut: Cut) -> bool:
         """Whether the very same samples give something else each time that they run, from the same random state.
 
         What only the first run makes, such as a cache, has been made by then.
         """
-        one, other = (self.run(cut, cut.whole, None) for _ in range(2))
-        error = self._gradient_error(one, other)[1]
-        off = other.value_error(one)
-        is_number = math.isfinite(error) and math.isfinite(off) and not (one.drew_others or other.drew_others)
-        return is_number and not self.judged(self.parameters, error, off, draws=False).is_none
-
-    def moved(self) -> list[Effect]:
-        """What has moved in Python and can't be put back."""
-        return self._effects.found()
+        one, other = (self.run(cut, cut.whole) for _ in range(2))
+        found = self._compared(cut, one, other)
+        is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
+        return is_number and not (one.drew_others or other.drew_others or found.is_none)
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
@@ -240,17 +239,20 @@ class Trial:
         return whole, numbers
 
     def judged(
-        self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
+        self,
+        cut: Cut,
+        leaves: Iterable[torch.Tensor],
+        error: float,
+        off: float,
+        *,
+        draws: bool,
+        in_single: bool = False,
     ) -> Difference:
         """A difference of the gradients of leaves and of the losses, by the precision in which it was computed."""
         kinds = [leaf.dtype for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
         is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
-        return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws)
-
-    def value_of(self, cut: Cut) -> Ran:
-        """What a cut gives whole, without its gradient."""
-        return self.run(cut, cut.whole, None, differentiate=False)
+        return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws, cut)
 
     def of_losses(self, cut: Cut) -> Difference:
         """Compares the losses of parts that together may fit only without their gradients.
@@ -258,13 +260,16 @@ class Trial:
         Raises:
             OverBudget: they take more than one does with its gradient, which is measured.
         """
-        for part in cut.parts:
-            alone = cut.alone(part)
-            with Recording() as recording:
-                self.run(alone, alone.whole, None)
-            if recording.most:  # else it counts nothing, and was not run
-                break
-        return self._of_losses(cut, recording.most)[1]
+        rooms = (self._measured(cut.alone(part)) for part in cut.parts)
+        return self._of_losses(cut, next(filter(None, rooms), 0))[0]  # what has no room counts nothing, and was not run
+
+    def _measured(self, cut: Cut) -> int:
+        """The bytes that a cut takes with its gradient."""
+        with Recording() as recording:
+            self.run(cut, cut.whole)
+        most: int = recording.most
+        self.room = max(self.room, most)
+        return most
 
     def in_room(self) -> AbstractContextManager[Any]:
         """Stops, under a plan, what takes more than some samples have taken with their gradient."""
@@ -277,24 +282,22 @@ class Trial:
             part: one of the full size, which is measured.
         """
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
-        with Recording() as full:
-            self.run(alone, alone.whole, None)
-        self.room = max(self.room, full.most)
-        room = full.most if self._task.is_planned else max(full.most, _FREE)
+        most_of_one = self._measured(alone)
+        room = most_of_one if self._task.is_planned else max(most_of_one, _FREE)
         with Recording() as light:
             self.of_losses_beside(alone, room)
         held = sum(one.nbytes for one in self._weights())  # once, whatever the samples
         return min(most, (room - held) // max(1, light.most - held)), room
 
-    def of_losses_beside(self, cut: Cut, room: int | None = None) -> tuple[Cut, Difference] | None:
+    def of_losses_beside(self, cut: Cut, room: int | None = None) -> Difference | None:
         """The same of whole micro-batches, for which a plan has the room of the gradients, or of fewer with theirs.
 
         Args:
             room: bytes that they may take; ``None`` for what a plan has room for.
 
         Returns:
-            The cut that makes a difference, or the last one, and the difference; ``None`` where numbers are drawn that
-            nothing stands in for, which no two runs share.
+            The first difference that a cut makes, or the last one; ``None`` where numbers are drawn that nothing stands
+            in for, which no two runs share.
 
         Raises:
             OverBudget: they take more than a plan has room for.
@@ -302,17 +305,17 @@ class Trial:
         reserved = max(self.room, sum(one.nbytes for one in self.parameters if one.grad is None))
         limit = room or (reserved if self._task.is_planned else None)
         try:
-            chosen, difference, drew_others = self._of_losses(cut, limit)
+            difference, drew_others = self._of_losses(cut, limit)
         except OverBudget:
             raise
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             Failure(error).release()  # the loss may differentiate by itself, which takes a graph
-            chosen, difference, drew_others = self._of_losses(cut, limit, differentiate=True)
-        return None if drew_others else (chosen, difference)
+            difference, drew_others = self._of_losses(cut, limit, differentiate=True)
+        return None if drew_others else difference
 
-    def _of_losses(self, cut: Cut, limit: int | None, *, differentiate: bool = False) -> tuple[Cut, Difference, bool]:
+    def _of_losses(self, cut: Cut, limit: int | None, *, differentiate: bool = False) -> tuple[Difference, bool]:
         with contextlib.nullcontext() if limit is None else Recording(limit=limit):
             whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=differentiate)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
@@ -325,33 +328,38 @@ class Trial:
         for other in orders():
             split = self.run(other, other.parts, numbers if draws else None, differentiate=differentiate)
             off = split.value_error(whole, without=math.inf)
-            error = self._gradient_error(whole, split)[1] if differentiate else off
-            difference = self.judged(self.parameters, error, off, draws=draws)
+            error = self._compared(other, whole, split).error if differentiate else off
+            difference = self.judged(other, self.parameters, error, off, draws=draws)
             if not difference.is_none:
                 break
-        return other, difference, whole.drew_others
+        return difference, whole.drew_others
 
     def of_losses_alike(self, cut: Cut, losses: Sequence[LossFunction], *, in_value: bool = False) -> Difference:
         """Compares two losses that should be the same, in their gradients unless only the values count."""
-        task, numbers = self._task, StandIns(in_order=False)
-        numbers.hold_constant(True)
-        ran = []
-        try:
-            for loss_fn in losses:
-                self._task = replace(task, loss_fn=loss_fn, settings=replace(task.settings, chunk_length=None))
+        numbers, ran = StandIns(in_order=False), list[Ran]()
+        numbers.held.constant = True
+        for loss_fn in losses:
+            with self._as(loss_fn, settings=replace(self._task.settings, chunk_length=None)):
                 ran.append(self.run(cut, cut.whole, numbers))
+        whole, other = ran
+        found = self._compared(cut, whole, other, draws=whole.drew_others or other.drew_others)
+        return replace(found, error=0.0) if in_value else found
+
+    @contextlib.contextmanager
+    def _as(self, loss_fn: LossFunction, **others: Any) -> Iterator[None]:
+        """Runs another loss in the block."""
+        task = self._task
+        self._task = replace(task, loss_fn=loss_fn, **others)
+        try:
+            yield
         finally:
             self._task = task
-        whole, other = ran
-        counted, error = self._gradient_error(whole, other)
-        draws = whole.drew_others or other.drew_others
-        return self.judged(counted, 0.0 if in_value else error, other.value_error(whole), draws=draws)
 
     def run(
         self,
         cut: Cut | None,
         parts: list[Part] | None,
-        numbers: StandIns | None,
+        numbers: StandIns | None = None,
         *,
         differentiate: bool = True,
         bounds: Bounds | None = None,
@@ -363,7 +371,7 @@ class Trial:
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
-        is_of_no_sample = numbers is None or numbers.in_parts.constant
+        is_of_no_sample = numbers is None or numbers.held.constant
         in_pieces = is_of_no_sample and not self._is_shared
         kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)
         own = replace(
@@ -394,7 +402,7 @@ class Trial:
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
-        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self._effects.drew()
+        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self.effects.drew()
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
@@ -438,18 +446,14 @@ class Trial:
             self.has_state = self.has_state or moves_buffers
             is_moved = (written is not None and self._may_write) or moves_buffers
             if self.counts is None:
-                self.counts = any(one.is_number or one.is_growth for one in self._effects.found())
-            self._has_moved = self._effects.restore() or is_moved
+                self.counts = any(one.is_number or one.is_growth for one in self.effects.found())
+            self._has_moved = self.effects.restore() or is_moved
             self._before.restore(warns=False)
 
     def written_by_name(self) -> dict[str, torch.Tensor]:
         """The weights that the forward or the loss writes to, as they are written in code next to the loss."""
-        return {
-            f"{home}.{name}".strip("."): one
-            for home, module in reached_modules(self._task.model, self._task.loss_fn).items()
-            for name, one in module.named_parameters()
-            if id(one) in self.written
-        }
+        weights = parameters_of(reached_modules(self._task.model, self._task.loss_fn))
+        return {name: one for name, one in weights.items() if id(one) in self.written}
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for module in self._every_module:
@@ -462,15 +466,9 @@ class Trial:
         own = any(one.partition(".")[0] not in ("torch", "anybatch") or one in _OF_OTHERS for one in self._changers)
         return own or any(one._backward_hooks for one in self.parameters) or any(hooks)
 
-    @contextlib.contextmanager
-    def louder(self) -> Iterator[None]:
+    def louder(self) -> AbstractContextManager[None]:
         """Multiplies the loss, since a hook that clamps shows nothing below its bound."""
-        task = self._task
-        self._task = replace(task, loss_fn=scaled(task.loss_fn, _LOUDER))
-        try:
-            yield
-        finally:
-            self._task = task
+        return self._as(scaled(self._task.loss_fn, _LOUDER))
 
     @contextlib.contextmanager
     def stirred(self) -> Iterator[None]:
@@ -509,6 +507,15 @@ class Trial:
         from anybatch.checking.examination import examine
 
         return self.isolated(cut, lambda own: examine(own if loss_fn is None else replace(own, loss_fn=loss_fn)))
+
+
+@contextlib.contextmanager
+def tolerated() -> Iterator[None]:
+    """Goes on behind a block that fails, without what its failure holds in memory."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - what the user's program may raise where some samples run
+        Failure(error).release()
 
 
 @contextlib.contextmanager

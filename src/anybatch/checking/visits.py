@@ -12,19 +12,18 @@ from anybatch.tensors.graph import in_backward
 
 
 class Print(NamedTuple):
-    """A fingerprint of a tensor: its shape, and for each dimension that may be the samples' two numbers an index.
+    """A fingerprint of a tensor: its shape, and for each dimension that may be the samples' a number an index.
 
-    These are a projection of every slice on fixed numbers, and its norm.
+    That is a projection of the slice on fixed numbers; beside these stands the largest norm of a slice.
     """
 
     shape: tuple[int, ...]
-    along: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    along: Mapping[int, tuple[torch.Tensor, float]]
 
 
 class Visit(NamedTuple):
-    """One call of a module: its name, and fingerprints of the tensors that it got and gave."""
+    """One call of a module: fingerprints of the tensors that it got and gave."""
 
-    module: str
     got: list[Print]
     gave: list[Print]
 
@@ -34,11 +33,6 @@ class Recording(NamedTuple):
 
     samples: Sequence[int]
     visits: dict[tuple[str, int], Visit]
-
-    @property
-    def rows(self) -> int:
-        """How many samples went in."""
-        return len(self.samples)
 
 
 class Visits:
@@ -77,11 +71,16 @@ class Visits:
         finally:
             self._recording = None
 
+    def _prints(self, value: Any) -> list[Print]:
+        if self._recording is None:
+            return []
+        rows, tensors = len(self._recording.samples), (one for _, _, one in leaves(value))
+        return [_print(one.detach(), rows) for one in tensors if getattr(one, "layout", None) is torch.strided]
+
     def _entering(self, name: str) -> Any:
         def enter(module: Any, args: Any, kwargs: Any) -> None:
             if not in_backward():  # where a checkpoint recomputes
-                rows = self._recording.rows if self._recording else None
-                self._stack.append((name, [] if rows is None else _prints((args, kwargs), rows)))
+                self._stack.append((name, self._prints((args, kwargs))))
 
         return enter
 
@@ -91,24 +90,17 @@ class Visits:
         name, got = self._stack.pop()
         if self._recording is not None:
             call = sum(1 for other, _ in self._recording.visits if other == name)
-            self._recording.visits[name, call] = Visit(name, got, _prints(result, self._recording.rows))
-
-
-def _prints(value: Any, rows: int) -> list[Print]:
-    tensors = (leaf for _, _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-    return [_print(tensor.detach(), rows) for tensor in tensors if tensor.layout is torch.strided]
+            self._recording.visits[name, call] = Visit(got, self._prints(result))
 
 
 def _print(tensor: torch.Tensor, rows: int) -> Print:
-    shape = tuple(tensor.shape)
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    along = {}
-    for dim, size in enumerate(shape):
+    real, along = torch.view_as_real(tensor) if tensor.is_complex() else tensor, {}
+    for dim, size in enumerate(tensor.shape):
         if size and size % rows == 0:
             flat = real.movedim(dim, 0).reshape(size, -1).double()
             weights = torch.arange(1, flat.size(1) + 1, dtype=torch.float64, device=flat.device).mul_(1.2345).cos_()
-            along[dim] = ((flat @ weights).cpu(), torch.linalg.vector_norm(flat, dim=1).cpu())
-    return Print(shape, along)
+            along[dim] = (flat @ weights).cpu(), float(torch.linalg.vector_norm(flat, dim=1).max())
+    return Print(tuple(tensor.shape), along)
 
 
 def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> dict[str, float]:
@@ -119,10 +111,10 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> 
         result, relative to the largest norm of a sample.
     """
     found: dict[str, float] = {}
-    for key, visit in whole.visits.items():
-        gave = _largest(whole, parts, key, "gave")
-        if gave > tolerance and not _largest(whole, parts, key, "got") > tolerance:
-            found[visit.module] = max(gave, found.get(visit.module, 0.0))
+    for name, turn in whole.visits:
+        gave = _largest(whole, parts, (name, turn), "gave")
+        if gave > tolerance and not _largest(whole, parts, (name, turn), "got") > tolerance:
+            found[name] = max(gave, found.get(name, 0.0))
     return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
 
 
@@ -141,28 +133,22 @@ def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int],
     for part in parts:
         prints = getattr(part.visits[key], side) if key in part.visits else []
         for one, other in zip(own, prints, strict=True) if len(prints) == len(own) else ():
-            difference = _difference(one, other, whole.rows, part)
-            if side == "got" and sum(a != b for a, b in zip(one.shape, other.shape, strict=False)) > 1:
-                difference = math.inf  # a part is cut to its own longest sample before
-            if not largest >= difference and not math.isnan(difference):
-                largest = difference
+            differing = [dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
+            if side == "got" and len(differing) > 1:
+                return math.inf  # a part is cut to its own longest sample before
+            if len(differing) == 1 and len(one.shape) == len(other.shape):
+                difference = _difference(one, other, differing[0], len(whole.samples), part.samples)
+                largest = largest if largest >= difference or math.isnan(difference) else difference
     return largest
 
 
-def _difference(whole: Print, part: Print, rows: int, recording: Recording) -> float:
-    if len(whole.shape) != len(part.shape):
-        return math.nan
-    differing = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
-    if len(differing) != 1 or differing[0] not in whole.along or differing[0] not in part.along:
-        return math.nan
-    dim = differing[0]
+def _difference(whole: Print, part: Print, dim: int, rows: int, samples: Sequence[int]) -> float:
+    """The relative difference of the slices of some samples; NaN where the dimension is not that of the samples."""
     times = whole.shape[dim] // rows
-    if whole.shape[dim] % rows or part.shape[dim] != times * recording.rows:
+    if dim not in whole.along or dim not in part.along or part.shape[dim] != times * len(samples):
         return math.nan
-    values, norms = whole.along[dim]
-    scale, chosen = (
-        max(float(norms.max()), torch.finfo(torch.float64).tiny),
-        torch.tensor(list(recording.samples), device="cpu"),
-    )
+    values, largest = whole.along[dim]
+    chosen = torch.tensor(list(samples), device="cpu")
     orders = values.view(rows, times)[chosen].flatten(), values.view(times, rows)[:, chosen].flatten()
+    scale = max(largest, torch.finfo(torch.float64).tiny)
     return min(float((part.along[dim][0] - order).abs().max()) for order in orders) / scale

@@ -208,7 +208,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_draw_gives_each_sample_the_same_in_the_whole_batch_and_in_a_part(draw: str, constant: bool) -> None:
     x = torch.randn(7, 3)
     stand_ins = StandIns()
-    stand_ins.numbers.constant = constant
+    stand_ins.held.constant = constant
     torch.manual_seed(5)
     with stand_ins:
         stand_ins.numbers.begin(range(7), 7)

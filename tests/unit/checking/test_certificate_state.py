@@ -378,3 +378,19 @@ def test_a_loss_that_trains_a_net_itself_gets_a_certificate_with_the_cause(kind:
     assert all(map(torch.equal, before, nets))
     assert all(one.grad is None for one in nets)
     assert not loss_fn.optimizer.state
+
+
+def test_a_carried_state_is_left_alone_and_makes_no_difference() -> None:
+    def chunk_loss(model: Any, chunk: Any, state: Any) -> Any:
+        output, new = model(chunk["x"], state)
+        return output.square().mean(), new
+
+    torch.manual_seed(0)
+    model, batch = nn.GRU(3, 4, batch_first=True), {"x": torch.randn(6, 4, 3)}
+    start = lambda model, batch: torch.zeros(1, len(batch["x"]), 4)  # noqa: E731
+    loss_fn = anybatch.OverTime(chunk_loss, start, chunk=2, carry=True)
+    anybatch.backward(model, loss_fn, batch)
+    before = loss_fn.carried
+    assert before is not None
+    assert anybatch.check(model, loss_fn, batch).exact
+    assert loss_fn.carried is before

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+import anybatch.checking.proof
 
 
 def net() -> nn.Module:
@@ -82,6 +83,20 @@ def test_with_the_count_that_suits_the_loss_each_step_is_that_of_the_whole(later
         for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.allclose(one, wanted, rtol=1e-12, atol=1e-14)
     assert step.updates == 5
+
+
+def test_what_one_micro_batch_of_the_proved_batch_has_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved, prove = [], anybatch.checking.proof.prove
+
+    def counted(*given: Any) -> Any:
+        proved.append(given)
+        return prove(*given)
+
+    monkeypatch.setattr("anybatch.checking.proof.prove", counted)
+    step = stepping(net(), token_mean, count=anybatch.count_tokens("labels"))
+    for _ in range(3):
+        step(["a?cd", *EVEN[1:]])  # the last micro-batch has no label that is ignored
+    assert len(proved) == 1
 
 
 def test_backward_stops_too_and_leaves_the_gradient() -> None:

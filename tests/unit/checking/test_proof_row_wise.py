@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anybatch.checking.rowwise import RowWise
+from anybatch.checking.replaying import RowWise
 
 torch.manual_seed(0)
 OUT, TOKENS = torch.randn(16, 6), torch.randn(16, 10, 6)
