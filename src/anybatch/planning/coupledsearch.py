@@ -20,7 +20,7 @@ from anybatch.memory.meter import OverBudget
 from anybatch.planning.coupledpass import LOSS, SECOND
 from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.recipe import Recipe, Splitting
+from anybatch.planning.recipe import Recipe, Splitting, halving
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS
@@ -57,7 +57,6 @@ class CoupledSearch(Search):
         """Begins a search; what can't run on fake tensors runs for real within a budget."""
         self._budget = usable
         super().look_within(usable, budget)
-        self._peak(self._few()[-1], Recipe(keep=0))  # after which it is known whether the loss runs on fakes
 
     def _few(self) -> list[Splitting]:
         """The splittings that are looked at, as the engine makes them for their limit, the fewest micro-batches first.
@@ -68,11 +67,8 @@ class CoupledSearch(Search):
         if splittable.has_costs:
             limits = dict.fromkeys(one.limit for one in found)
             found = [Splitting(limit, tuple(splittable.plan(limit, oversized="alone"))) for limit in limits]
-        few: list[Splitting] = []
-        for one in found:
-            if not few or 2 * one.limit <= few[-1].limit or one is found[-1]:
-                few.append(one)
-        return few
+        few = halving(found)
+        return few if few[-1] is found[-1] else [*few, found[-1]]
 
     def splitting_of(self, row: PlanRow) -> Splitting:
         """The splitting of a row."""
@@ -171,11 +167,8 @@ class CoupledSearch(Search):
         try:
             kept = number(splitting, Recipe() if row is None else Recipe.of(row))
             return [] if kept is None else [self.row_of(splitting, kept, row)]
-        except NotRecomputable as error:
-            logger.info("%s is not recomputed: %s", error.block, error)
-            self.exclude(error.block)
         except AnyBatchError as error:
-            if row is None:
+            if row is None or isinstance(error, NotRecomputable):
                 raise
             logger.info("not taken: %s (%s)", row.optimizations, error)
         return []
@@ -203,8 +196,8 @@ class CoupledSearch(Search):
             [best, *(one for row in rows for one in self._with(splitting, row, least))], key=lambda row: row.peak_bytes
         )
 
-    def _least(self) -> tuple[PlanRow, Peak]:
-        return self.traced(self.smallest())
+    def _smallest_rows(self) -> list[PlanRow]:
+        return [self.smallest()]
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget, those that were found, and the smallest."""

@@ -140,8 +140,9 @@ def takes_memory(subject: Subject) -> bool:
 
 def bytes_to_collate(subject: Subject, part: Part, bytes_of_one: int) -> int:
     """The bytes that are alive when samples are collated for real to plan, with what is there anyway."""
-    buffers = [buffer for root in subject.roots for buffer in root.buffers()]
-    held = sum(tensor.nbytes for tensor in [*subject.parameters, *buffers]) + subject.batch_bytes + subject.state_bytes
+    held = (
+        sum(one.nbytes for one in [*subject.parameters, *subject.buffers]) + subject.batch_bytes + subject.state_bytes
+    )
     return held + _copied_bytes(subject, part) + len(part.samples) * bytes_of_one
 
 

@@ -15,11 +15,12 @@ from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.memorytrace import NotFake
 from anybatch.planning.overtimesearch import ChunkSearch
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.reserved import held_on
-from anybatch.planning.running import python_state_kept, random_state_kept
+from anybatch.planning.running import left_as_it_was
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
@@ -65,7 +66,7 @@ class Planner:
         self._patience, self._allow, self._may_try = patience, allow, True
         kinds: dict[type, type[Search]] = {OverTime: ChunkSearch, Coupled: CoupledSearch}
         kind = next((search for loss, search in kinds.items() if isinstance(subject.loss_fn, loss)), Search)
-        with random_state_kept(subject.parameters):
+        with left_as_it_was(subject):
             self._searches = [kind(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for search, other in zip(self._searches, [] if like is None else like._searches, strict=False):
             search.profiles.share(other.profiles)
@@ -106,7 +107,7 @@ class Planner:
         row, parts = replace(row, micro_batch_size=limit or 0), splittable.plan(limit, oversized="alone")
         if limit is not None and (most := max(part.cost for part in parts)) > limit:
             return f"a sample costs {most:g}, and a micro-batch may cost {limit:g}"
-        with random_state_kept(self.subject.parameters):
+        with left_as_it_was(self.subject):
             return search.outgrown_parts(parts, row, self._usable)
 
     def _search_of(self, row: PlanRow) -> Search:
@@ -165,17 +166,13 @@ class Planner:
         def known() -> list[object]:
             return [search.profiles.known for search in self._searches]
 
-        try:
-            return self._left_as_it_was(lambda: until_stable(known, self._forget, search))
-        except NothingRuns as error:
-            reached = error.needed
-        needed = max(search.profiles.needed_by(reached) for search in self._searches)
-        enough = self._left_as_it_was(self._least_for_real)
-        raise stopped(needed, enough, self._room(budget), why_whole(self.subject))
-
-    def _left_as_it_was(self, work: Callable[[], T]) -> T:
-        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            return work()
+        with left_as_it_was(self.subject):
+            try:
+                return until_stable(known, self._forget, search)
+            except NothingRuns as error:
+                reached = error.needed
+            needed = max(search.profiles.needed_by(reached) for search in self._searches)
+            raise stopped(needed, self._least_for_real(), self._room(budget), why_whole(self.subject))
 
     def _forget(self) -> None:
         for search in self._searches:
@@ -253,16 +250,14 @@ class Planner:
         for _ in range(_ATTEMPTS):
             try:
                 exact, peak = search.traced(wanted)
-            except NotRecomputable as error:
-                logger.info("%s is not recomputed: %s", error.block, error)
-                search.exclude(error.block)
             except (AnyBatchError, TooLarge) as error:
+                if isinstance(error, NotRecomputable):
+                    raise
                 logger.info("not taken: %s (%s)", wanted, error)
                 return []
-            else:
-                if exact.needed_bytes <= self._usable:
-                    return [(exact, peak)]
-                goal -= exact.needed_bytes - self._usable
+            if exact.needed_bytes <= self._usable:
+                return [(exact, peak)]
+            goal -= exact.needed_bytes - self._usable
             smaller = search.row(search.recipe_of(row).plain, search.splitting_of(row), goal)  # with more of them
             if smaller is None:
                 return []
@@ -291,6 +286,8 @@ class Planner:
         try:
             return self._budget_for(self._smallest()[0])
         except (AnyBatchError, TooLarge) as error:
+            if isinstance(error, NotRecomputable):
+                raise
             logger.info("the smallest configuration can't be traced: %s", error)
             rows = [search.smallest() for search in self._searches]
             return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
@@ -356,15 +353,20 @@ def _configuration(row: PlanRow) -> PlanRow:
 def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
     """Searches until nothing new is found out about the step while that goes on.
 
-    A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
-    half done. It then knows less than it thought, forgets what was solved by traces that are not to be trusted, and
-    begins again with sizes that are traced by themselves. ``known`` gives what was found out so far.
+    A step may run other operations with other micro-batches, have a block that can't be recomputed, or turn out not to
+    run on fake tensors, when a search is half done. It then knows less than it thought, forgets what was solved by
+    traces that are not to be trusted, and begins again without the block, for real, or with sizes that are traced by
+    themselves. ``known`` gives what was found out so far.
     """
     while True:
         before = known()
         try:
             return search()
-        except (NotAligned, TooLarge) as error:
+        except NotRecomputable as error:
+            if before == known():
+                raise
+            logger.info("searching again: %s is not recomputed: %s", error.block, error)
+        except (NotAligned, NotFake, TooLarge) as error:
             if before == known():
                 raise LossError(
                     f"the step can't be planned, since it runs other operations from one time to the next; got: "

@@ -1,6 +1,6 @@
 """A way to run a step, as data: the memory optimizations, and how far a batch is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from anybatch.batch.batches import Part
@@ -90,6 +90,15 @@ def splittings(subject: Subject) -> list[Splitting]:
         if len(parts) == splittable.rows:
             break
     return found
+
+
+def halving(splittings: Iterable[Splitting]) -> list[Splitting]:
+    """Of some splittings those whose micro-batches are at most half as large as those of the one before."""
+    few: list[Splitting] = []
+    for one in splittings:
+        if not few or 2 * one.limit <= few[-1].limit:
+            few.append(one)
+    return few
 
 
 def _limits(largest: float, least: float) -> Iterator[float]:

@@ -1,6 +1,5 @@
 """All configurations of a logical batch that fit in a budget: splittings, the loss, blocks recomputed or offloaded."""
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -10,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import Recording
 from anybatch.planning.curve import NotAligned, Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
+from anybatch.planning.memorytrace import NotFake
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
-from anybatch.planning.recipe import Recipe, Splitting, splittings
+from anybatch.planning.recipe import Recipe, Splitting, halving, splittings
 from anybatch.planning.reserved import Held, Replay
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
@@ -48,8 +47,8 @@ class Search:
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         self.subject = subject
         self.autocast = autocast
-        self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
-        self.profiles.may_recompute = "recompute" in allow
+        kind = Recording if target.is_present else CostRecording
+        self.profiles = Predictor(subject, kind, may_recompute="recompute" in allow)
         self._all_splittings = self.splittings = splittings(subject)
         self.base = Recipe()
         self._recipes: dict[Recipe, list[Recipe]] = {}
@@ -59,8 +58,7 @@ class Search:
         self._fine: list[Size] = []
         self._target = target
         self._allow = allow
-        self._excluded: set[str] = set()
-        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option], list[str]]] = {}
+        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option]]] = {}
 
     def bases(self, budget: int) -> list[Recipe]:
         """What all ways have in common, of several the first with which something fits; the last holds the least."""
@@ -108,13 +106,6 @@ class Search:
     def forget(self) -> None:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
         self._solved.clear()
-
-    def exclude(self, run: str) -> bool:
-        """Takes a block, or a run of them, that can't be recomputed out of the search; says whether it was in it."""
-        is_new = run not in self._excluded
-        self._excluded.add(run)
-        self._solved.clear()
-        return is_new
 
     def look_within(self, usable: int, budget: int) -> None:
         """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to."""
@@ -250,19 +241,20 @@ class Search:
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
-        part, timed = self.worst(self.base, splitting), None
-        while True:
-            recipe = self.recipe_of(self.everything(self.base, splitting) or self.smallest_of(self.base, splitting))
-            try:
-                timed = measured(self.subject, part, recipe, self.profiles.blocks, repeats=2)
-                break
-            except NotRecomputable as error:
-                if not self.exclude(error.block):
-                    raise
+        part = self.worst(self.base, splitting)
+        recipe = self.recipe_of(self.everything(self.base, splitting) or self.smallest_of(self.base, splitting))
+        timed = self._measured_one(part, recipe, self.profiles.blocks, repeats=2)
         if timed is None:
             return Timed(1.0)
         again = sum(timed.forward.values()) if recipe.recompute else 0.0
         return Timed(max(timed.seconds - again, 0.5 * timed.seconds), timed.forward)
+
+    def _measured_one(self, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
+        try:
+            return measured(self.subject, part, recipe, blocks, repeats=repeats)
+        except NotRecomputable as error:  # of which some show with numbers only
+            self.profiles.excluded.add(error.block)
+            raise
 
     def timed(self, row: PlanRow) -> float:
         """The time of a row by one of its micro-batches, measured."""
@@ -271,7 +263,7 @@ class Search:
         if self.times and self.subject.behaviour.written_bytes:  # whose copies may not fit
             return self.subject.seconds(splitting.parts, self.times.seconds)
         may = self.profiles.may_collate(part)
-        timed = measured(self.subject, part, self.recipe_of(row), (), repeats=1) if may else None
+        timed = self._measured_one(part, self.recipe_of(row), (), repeats=1) if may else None
         if timed is None:
             return float("inf")
         if not self.times:  # memory ran out before anything was measured
@@ -298,7 +290,7 @@ class Search:
         if "loss_chunks" not in self._allow:
             return False
         for recipe, splitting, profile in self._profiled(self.recipes[-1:], self.splittings[-1:]):
-            timeline, options, _ = self._timeline(recipe, splitting)
+            timeline, options = self._timeline(recipe, splitting)
             choice = smallest_peak(timeline, options)
             in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
             return in_loss >= max(choice.peak, profile.update_peak)
@@ -330,10 +322,9 @@ class Search:
         if profile is None or profile.update_peak > budget:
             return None
         if profile.peak <= budget:
-            return self._row(recipe, splitting, Choice((), 0.0, profile.peak), [])
-        timeline, options, names = self._timeline(recipe, splitting)
-        choice = choose(timeline, options, budget)
-        return None if choice is None else self._row(recipe, splitting, choice, names)
+            return self._row(recipe, splitting, Choice((), 0.0, profile.peak))
+        choice = choose(*self._timeline(recipe, splitting), budget)
+        return None if choice is None else self._row(recipe, splitting, choice)
 
     def smallest(self) -> PlanRow:
         """The way with the least memory: mostly that of the smallest micro-batches, which leave the most losses."""
@@ -351,8 +342,7 @@ class Search:
 
     def smallest_of(self, recipe: Recipe, splitting: Splitting) -> PlanRow:
         """The blocks checkpointed or offloaded that leave the least memory."""
-        timeline, options, names = self._timeline(recipe, splitting)
-        return self._row(recipe, splitting, smallest_peak(timeline, options), names)
+        return self._row(recipe, splitting, smallest_peak(*self._timeline(recipe, splitting)))
 
     def everything(self, recipe: Recipe, splitting: Splitting) -> PlanRow | None:
         """All blocks recomputed, where it is not known for sure that another choice holds less; else ``None``.
@@ -363,10 +353,10 @@ class Search:
         # A block that runs several times holds less than is predicted for a choice of blocks.
         if self.profiles.is_fake and not any(link.repeats for link in profile.fit.chain):
             return None
-        _, options, names = self._timeline(recipe, splitting)
+        _, options = self._timeline(recipe, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak)
-        return self._row(recipe, splitting, choice, names) if blocks else None
+        return self._row(recipe, splitting, choice) if blocks else None
 
     def smallest_runs(self) -> Iterator[tuple[int, int]]:
         """The bytes of ways to run the smallest micro-batches for real, and those that each run takes by itself."""
@@ -382,31 +372,17 @@ class Search:
         """The way with the least memory, traced as it would run, with the fewest bytes that an allocator may have."""
         limit, self.limit = self.limit, 0
         try:
-            return self._least()
+            return min((self.traced(row) for row in self._smallest_rows()), key=lambda one: one[0].needed_bytes)
         finally:
             self.limit = limit
 
-    def _least(self) -> tuple[PlanRow, Peak]:
-        found = list[tuple[PlanRow, Peak]]()
-        while not found:
-            try:
-                found.append(self.traced(self.smallest()))
-            except NotRecomputable as error:
-                if not self.exclude(error.block):
-                    raise
-                logger.info("%s is not recomputed: %s", error.block, error)
+    def _smallest_rows(self) -> list[PlanRow]:
         everything = self.everything(self.recipes[-1], self.splittings[-1])
-        if everything is not None:
-            with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
-                found.append(self.traced(everything))
-        return min(found, key=lambda one: one[0].needed_bytes)
+        return [self.smallest(), *([] if everything is None else [everything])]
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
-        few: list[Splitting] = []
-        for splitting in self.splittings:
-            if not few or 2 * splitting.limit <= few[-1].limit:
-                few.append(splitting)
+        few = halving(self.splittings)
         share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
         some, points = few[: max(1, round(share * len(few)))], max(2, round(share * _FRONT_POINTS))
         return [
@@ -415,16 +391,13 @@ class Search:
 
     def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
         """The choices of blocks that are worth their time, from the fastest to the smallest."""
-        timeline, options, names = self._timeline(recipe, splitting)
-        return [self._row(recipe, splitting, choice, names) for choice in front(timeline, options, points=points)]
+        choices = front(*self._timeline(recipe, splitting), points=points)
+        return [self._row(recipe, splitting, choice) for choice in choices]
 
-    def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
+    def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice) -> PlanRow:
         base, profile = self.seconds(splitting), self.profile(recipe, splitting)
         recompute, offload = (
-            tuple(
-                self.profiles.run_name(names[one.first], names[one.last]) for one in choice.options if one.kind == kind
-            )
-            for kind in ("recompute", "offload")
+            tuple(one.name for one in choice.options if one.kind == kind) for kind in ("recompute", "offload")
         )
         return PlanRow(
             splitting.limit, len(splitting.parts), self.profiles.always or recompute, offload, recipe.head,
@@ -432,7 +405,7 @@ class Search:
             seconds=None if base is None else base + choice.seconds, confidence=profile.confidence,
         )  # fmt: skip
 
-    def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
+    def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option]]:
         key = (recipe, splitting.limit)
         if key not in self._solved:
             profile = self.profile(recipe, splitting)
@@ -444,13 +417,11 @@ class Search:
                     return 1.0
                 return self.subject.seconds(splitting.parts, lambda cost: times.forward(cost, name))
 
-            timeline, options, names = profile.timeline(forward)
-            may = "recompute" in self._allow and not self.profiles.always
-            named = [(one, self.profiles.run_name(names[one.first], names[one.last])) for one in options]
-            options = [one for one, name in named if may and name not in self._excluded]
+            timeline, options = profile.timeline(forward)
+            options = self.profiles.recomputable(options)
             if "offload" in self._allow and self._target.device_type != "cpu":
                 options += self._offloads(profile, forward)
-            self._solved[key] = (timeline, options, names)
+            self._solved[key] = (timeline, options)
         return self._solved[key]
 
     def _offloads(self, profile: Profile, forward: Callable[[str], float]) -> list[Option]:
@@ -461,7 +432,7 @@ class Search:
             if held := sum(sizes[i] for i in inside) if link.in_order else 0:
                 hidden = forward(link.name) if self.times else 0.0
                 seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
-                options.append(Option(index, index, "offload", held, seconds, lag=1))
+                options.append(Option(index, index, "offload", held, seconds, lag=1, name=link.name))
         return options
 
     # A row as it would run.
@@ -541,7 +512,7 @@ class Search:
                 continue
             try:
                 profile = profiles.traced(self.recipe_of(row), part, single=len(parts) == 1)
-            except (NotAligned, TooLarge) as error:
+            except (NotAligned, NotFake, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.at(size, self.subject.most_on_one(parts)).peak > budget:
                 return f"a micro-batch of {size} would need more"

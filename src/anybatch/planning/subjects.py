@@ -19,7 +19,7 @@ from anybatch.memory.meter import held_by
 from anybatch.options import Options
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import workspace_bytes
-from anybatch.tensors.modules import is_scripted, modules_behind
+from anybatch.tensors.modules import is_scripted, modules_behind, modules_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.sideeffects import SideEffects
@@ -151,6 +151,32 @@ class Subject:
         return modules_behind(self.model, self.loss_fn)
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All modules of these, each once."""
+        return modules_of(*self.roots)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of all modules."""
+        return [buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None]
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether some of it was compiled by ``torch.jit``, in the way of which modes that see operations would be."""
+        return any(map(is_scripted, self.modules))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it has recurrent layers, whose kernels keep for the backward what fake tensors do not know."""
+        return any(isinstance(module, torch.nn.RNNBase) for module in self.modules)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The positions of the parameters that may get a gradient."""
+        own = None if self.settings.inputs is None else {id(tensor) for tensor in self.settings.inputs}
+        return [i for i, p in enumerate(self.parameters) if p.requires_grad and (own is None or id(p) in own)]
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters that get a gradient or are stepped, each once."""
         found = {id(p): p for one in self.optimizers for group in one.param_groups for p in group["params"]}
@@ -230,8 +256,7 @@ class Subject:
     @property
     def tensors_held(self) -> list[torch.Tensor]:
         """Parameters, gradients, buffers and optimizer state."""
-        tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None)]
-        tensors += [buffer for root in self.roots for buffer in root.buffers()]
+        tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None), *self.buffers]
         return tensors + [state for one in self.optimizers for state in state_tensors(one)]
 
     @property
