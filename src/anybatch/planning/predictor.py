@@ -46,6 +46,7 @@ class NothingRuns(OverBudget):
 
 
 Traced = tuple[Size, PassTrace]
+_Way = tuple[Chunks | None, str]  # chunks and precision
 
 _CONVOLUTIONS = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
@@ -89,8 +90,8 @@ class Predictor:
         self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
         self._limit: int | None = None
-        # Of each length of chunks the smallest size that does not fit if it runs for real, none where one sample does.
-        self._refused: dict[Chunks | None, Size | None] = {}
+        # For each of some ways the smallest size that does not fit if it runs for real, none where one sample does.
+        self._refused: dict[_Way, Size | None] = {}
         self._over: dict[tuple[Recipe, bool, Any], int] = {}  # what passes had reached that were stopped
 
     @property
@@ -114,9 +115,8 @@ class Predictor:
         subject = self.subject
         if subject.batch_norm != "ghost" or not subject.splits or not coupling_modules(*subject.roots):
             return False
-        part = self._point(1)[1]
         try:
-            self._trace(part, Recipe(), False)
+            self._trace(Part([0], 1), Recipe(), False)
         except NotSplittable:
             return True
         return False
@@ -362,8 +362,9 @@ class Predictor:
         If they do not run with that either, it raises ``NothingRuns``.
         """
         if self.subject.splits and (len(part.samples) > self.least or not self.is_last):
-            known = self._refused.get(recipe.chunks) or self.size_of(part)
-            self._refused[recipe.chunks] = min(known, self.size_of(part), key=lambda one: one.samples)
+            way = recipe.chunks, recipe.autocast
+            known = self._refused.get(way) or self.size_of(part)
+            self._refused[way] = min(known, self.size_of(part), key=lambda one: one.samples)
             return
         wanted = self._recomputable
         if not wanted or (self.always == wanted == recipe.recompute):
@@ -431,10 +432,6 @@ class Predictor:
     def _points(self) -> list[tuple[Size, Part]]:
         return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
 
-    def _point(self, samples: int) -> tuple[Size, Part]:
-        part = Part(range(samples), samples)
-        return self.size_of(part), part
-
     def _probed(
         self, points: list[tuple[Size, Part]], recipe: Recipe, single: bool, *, extrapolates: bool
     ) -> list[tuple[Size, PassTrace]]:
@@ -443,14 +440,16 @@ class Predictor:
         It raises ``NotAligned`` where two sizes to extrapolate from do not fit, and ``TooLarge`` for a size that might
         not.
         """
-        chunks, least = recipe.chunks, self.lengths.fewest(self.least)
-        for part in [] if chunks in self._refused else least:
+        way = recipe.chunks, recipe.autocast
+        for part in [] if way in self._refused else self.lengths.fewest(self.least):
             self._trace(part, recipe, single)
-        self._refused.setdefault(chunks, None)
+        self._refused.setdefault(way, None)
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
+        three = Part(range(3), 3)  # which may run where four do not
+        more = [(self.size_of(three), three)] if extrapolates and not self.lengths.each else []
+        for size, part in [*points, *more]:
             is_new = all(size != known for known, _ in traces)
-            if len(traces) < len(points) and is_new and self._may_run(size, chunks):
+            if len(traces) < len(points) and is_new and self._may_run(size, way):
                 try:
                     traces.append((size, self._trace(part, recipe, single)))
                 except TooLarge:
@@ -460,9 +459,9 @@ class Predictor:
             return traces
         raise TooLarge(points[-1][0])
 
-    def _may_run(self, size: Size, chunks: Chunks | None) -> bool:
+    def _may_run(self, size: Size, way: _Way) -> bool:
         """Whether no smaller size was stopped."""
-        refused = self._refused.get(chunks)
+        refused = self._refused.get(way)
         return refused is None or not refused.is_within(size)
 
     def may_collate(self, part: Part) -> bool:

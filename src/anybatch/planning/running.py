@@ -101,11 +101,9 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
     ones, whose bytes are known; and by this process alone.
     """
-    kept = subject.settings.kept_graphs
-    return replace(
-        subject.settings, scaler=None, policy="native", reducer=ALONE,
-        kept_graphs=kept if recipe.keep is None else recipe.keep,
-    )  # fmt: skip
+    own = subject.settings_at(recipe.autocast)
+    kept = own.kept_graphs if recipe.keep is None else recipe.keep
+    return replace(own, scaler=None, policy="native", reducer=ALONE, kept_graphs=kept)
 
 
 def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Applied:

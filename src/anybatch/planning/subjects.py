@@ -1,7 +1,7 @@
 """What a plan is made for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,12 +138,9 @@ class Subject:
         workspaces = workspace_bytes(self.settings.device) if self.is_present else 0
         return self.settings.reducer.bytes_beside(self.roots, self.parameters) + workspaces
 
-    def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
-        """The subject as it is, and at the lower precisions that may be tried, each with its name in a plan."""
-        yield self, ""
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-            if name in allow and self.settings.autocast is None:
-                yield replace(self, settings=replace(self.settings, autocast=dtype)), name
+    def settings_at(self, autocast: str) -> Settings:
+        """The settings at a precision, as a plan names it; empty for the user's own."""
+        return replace(self.settings, autocast=getattr(torch, autocast)) if autocast else self.settings
 
     @property
     def roots(self) -> list[torch.nn.Module]:

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.planning.blocks import blocks_of
+from anybatch.planning.stepmemory import timelines
+from anybatch.records.memory import ACTIVATIONS
 
 
 def model_of(layers: int = 4) -> nn.Module:
@@ -34,6 +36,14 @@ def test_a_plan_in_lower_precision_is_followed_in_it() -> None:
     out = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)(BATCH)
     assert out.plan is plan
     assert out.micro_batches == lower.micro_batches
+
+
+def test_what_it_holds_over_time_is_shown_in_that_precision() -> None:
+    model = model_of()
+    plan = anybatch.plan(model, loss_fn, BATCH, memory="1MiB")
+    lower = dataclasses.replace(plan, chosen=dataclasses.replace(plan.chosen, autocast="bfloat16"))
+    own, low = (timelines(one, model, loss_fn, BATCH)["before: the whole batch at once"] for one in (plan, lower))
+    assert low.layers[ACTIVATIONS] != own.layers[ACTIVATIONS]
 
 
 def test_a_scheduler_that_was_made_later_changes_nothing() -> None:
