@@ -125,7 +125,7 @@ class Follower:
     def _prepare(self, subject: Subject, clear: Callable[[], None]) -> None:
         rows = subject.splittable.rows
         if self.plan is not None and not self._is_checked:
-            self._check(subject)
+            self._check(subject, self.plan)
         if self._planner is not None and rows == self._planner.rows:
             self._planner.attend(subject.splittable)
         reason = self._reason_to_plan(subject, clear)
@@ -186,20 +186,22 @@ class Follower:
         if self._planner is not None:
             self._planner.attend(None)
 
-    def _check(self, subject: Subject) -> None:
-        if self.plan is not None:
-            found = fingerprint_of(subject, _target(subject))
-            if not subject.optimizers:  # the gradient alone, which fits with any
-                found["optimizer"] = self.plan.fingerprint.get("optimizer", "")
-            # A plan for one device holds on each of several, but for what it takes to sum over them.
-            self.plan.check_fingerprint({"devices": "1", **found})
-            if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
-                self.plan = None
-        if self._memory is not None and self._planner is None:
-            self._planner = self._planner_of(subject, self._budget_of(subject))
-        if self._memory is not None and self.plan is not None:
-            self._drop_above(self._budget_of(subject), self.plan)
+    def _check(self, subject: Subject, plan: Plan) -> None:
+        found = fingerprint_of(subject, _target(subject))
+        if not subject.optimizers:  # the gradient alone, which fits with any
+            found["optimizer"] = plan.fingerprint.get("optimizer", "")
+        # A plan for one device holds on each of several, but for what it takes to sum over them.
+        plan.check_fingerprint({"devices": "1", **found})
         self._is_checked = True
+        if self._memory is None:
+            return
+        budget = self._budget_of(subject)
+        if self._planner is None:
+            self._planner = self._planner_of(subject, budget)
+        if subject.devices is not None and "devices" not in plan.fingerprint:
+            self.plan = None
+        else:
+            self._drop_above(budget, plan)
 
     def _drop_above(self, budget: int, plan: Plan) -> None:
         """Has a plan made again that was made for more memory than there is now."""

@@ -262,7 +262,8 @@ class Predictor:
         if trained not in self._updates:
             self._updates[trained] = trace_update(subject, trained)
         self._update = self._updates[trained]
-        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
+        parameters = subject.parameters
+        unreached = sum(parameters[position].nbytes for position in {*trained} - {*fit.trace.trained})
         buffers = sum(buffer.nbytes for buffer in subject.buffers)
         copies = 1 if subject.device_type == "cpu" else 2
         if subject.splittable.is_collated:
@@ -271,7 +272,6 @@ class Predictor:
         elif subject.batch_bytes and not subject.behaviour.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
-        parameters = subject.parameters
         summed = subject.summed_bytes([parameters[position] for position in trained])
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.placements, summed, unreached, self._counted()

@@ -1,7 +1,7 @@
 """What a plan is made for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -244,11 +244,6 @@ class Subject:
             for name, module in root.named_modules():
                 if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters()):
                     raise sparse_error(f"{name or type(module).__name__}, with sparse=True,")
-
-    def gradient_bytes(self, positions: Iterable[int]) -> int:
-        """The bytes of the gradients of some parameters."""
-        parameters = self.parameters
-        return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
     @property
     def tensors_held(self) -> list[torch.Tensor]:

@@ -46,6 +46,20 @@ def test_what_it_holds_over_time_is_shown_in_that_precision() -> None:
     assert low.layers[ACTIVATIONS] != own.layers[ACTIVATIONS]
 
 
+@pytest.mark.parametrize("kind", ["offload", "recompute"])
+def test_the_blocks_of_a_plan_are_blocks_of_the_model(kind: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(4)))
+    one = torch.zeros(1, 4096, 32)
+    options: dict[str, Any] = {"device": "24GiB", "allow": (kind,)}
+    least = anybatch.plan(model, loss_fn, one, memory="1GiB", **options).smallest_bytes
+    found = anybatch.plan(model, loss_fn, one, memory=least, **options)
+    names = getattr(found, kind)
+    assert names
+    blocks = {str(index) for index in range(len(model))}
+    runs = {f"{first}:{end}" for first in range(4) for end in range(first + 2, 5)}
+    assert set(names) <= blocks | (runs if kind == "recompute" else set())
+
+
 def test_a_scheduler_that_was_made_later_changes_nothing() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
