@@ -378,10 +378,14 @@ class Predictor:
     def _recomputable(self) -> tuple[str, ...]:
         return tuple(name for name in self.blocks if name not in self.excluded) if self._may_recompute else ()
 
-    def recomputable(self, options: Iterable[Option]) -> list[Option]:
+    def recomputable(self, options: Sequence[Option]) -> list[Option]:
         """The options that a search may choose from; none where all blocks are recomputed anyway."""
-        chooses = self._may_recompute and not self.always
-        return [one for one in options if chooses and one.name not in self.excluded]
+        if not self._may_recompute or self.always:
+            return []
+        found = [one for one in options if one.name not in self.excluded]
+        alone = {one.first for one in options if one.first == one.last and one.name in self.excluded}
+        # A run of blocks of which one can't be recomputed can't be either.
+        return [one for one in found if not any(one.first <= place <= one.last for place in alone)]
 
     def smallest_runs(self, base: Recipe, parts: Sequence[Part], *, single: bool) -> list[list[Traced]]:
         """The traces of the smallest micro-batches as they run for real: as they are, and with all blocks recomputed.
