@@ -20,7 +20,7 @@ from anybatch.memory.meter import OverBudget
 from anybatch.planning.coupledpass import LOSS, SECOND
 from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.recipe import Recipe, Splitting
+from anybatch.planning.recipe import Recipe, Splitting, halving
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS
@@ -41,8 +41,8 @@ class CoupledSearch(Search):
 
     may_race = False
 
-    def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
-        super().__init__(subject, target, [name for name in allow if name != "loss_chunks"], autocast)
+    def __init__(self, subject: Subject, target: Target, allow: Sequence[str]) -> None:
+        super().__init__(subject, target, [name for name in allow if name != "loss_chunks"])
         self._coupled = cast(Coupled, subject.loss_fn)
         self._largest: dict[float, list[Size]] = {}
         self._found: list[PlanRow] = []
@@ -57,7 +57,6 @@ class CoupledSearch(Search):
         """Begins a search; what can't run on fake tensors runs for real within a budget."""
         self._budget = usable
         super().look_within(usable, budget)
-        self._peak(self._few()[-1], Recipe(keep=0))  # after which it is known whether the loss runs on fakes
 
     def _few(self) -> list[Splitting]:
         """The splittings that are looked at, as the engine makes them for their limit, the fewest micro-batches first.
@@ -68,11 +67,8 @@ class CoupledSearch(Search):
         if splittable.has_costs:
             limits = dict.fromkeys(one.limit for one in found)
             found = [Splitting(limit, tuple(splittable.plan(limit, oversized="alone"))) for limit in limits]
-        few: list[Splitting] = []
-        for one in found:
-            if not few or 2 * one.limit <= few[-1].limit or one is found[-1]:
-                few.append(one)
-        return few
+        few = halving(found)
+        return few if few[-1] is found[-1] else [*few, found[-1]]
 
     def splitting_of(self, row: PlanRow) -> Splitting:
         """The splitting of a row."""
@@ -131,51 +127,50 @@ class CoupledSearch(Search):
         most = bisect_left(range(count), True, key=is_over) - 1 if is_over(count) else count
         return None if most < 0 else most
 
-    def _pass_seconds(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> float | None:
+    def _pass_seconds(self, splitting: Splitting, kept: int, way: PlanRow) -> float | None:
         """The predicted time of a logical batch in the encoder, with the memory optimizations of one of its rows."""
-        times, base = self.times, self.seconds(splitting)
+        recipe = self.recipe_of(way)
+        times, base = self._times_of(recipe), self.seconds(recipe, splitting)
         if not times or base is None:
             return None
         both = [times.seconds(part.cost) for part in splitting.parts]
-        more = 0.0 if optimized is None else (optimized.seconds or 0.0) - base
+        more = (way.seconds or 0.0) - base if _has_blocks(way) else 0.0
         return sum(both) + _FORWARD * sum(both[: len(both) - kept]) + more
 
-    def row_of(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> PlanRow:
-        """A way to run the batch, with the blocks of a row of the encoder's own search checkpointed or offloaded."""
-        row = PlanRow(splitting.limit, len(splitting.parts), autocast=self.autocast) if optimized is None else optimized
+    def row_of(self, splitting: Splitting, kept: int, way: PlanRow | None = None) -> PlanRow:
+        """A way to run the batch: at the precision and with the blocks of a row of the encoder's own search."""
+        way = _plain(splitting) if way is None else way
         return replace(
-            row, kept_graphs=kept, seconds=self._pass_seconds(splitting, kept, optimized), confidence=self.confidence,
-            peak_bytes=self._peak(splitting, replace(self.recipe_of(row), keep=kept)).total,
+            way, kept_graphs=kept, seconds=self._pass_seconds(splitting, kept, way), confidence=self.confidence,
+            peak_bytes=self._peak(splitting, replace(self.recipe_of(way), keep=kept)).total,
         )  # fmt: skip
 
-    def rows(self, budget: int) -> list[PlanRow]:
+    def _rows(self, budget: int) -> list[PlanRow]:
         """The fastest ways that fit, with blocks checkpointed only where that may be faster."""
         found = self._found = list[PlanRow]()
 
-        def look_at(ways: Sequence[tuple[Splitting, PlanRow | None]]) -> None:
+        def look_at(ways: Sequence[tuple[Splitting, PlanRow]]) -> None:
             fastest_possible = [(self._pass_seconds(one, len(one.parts), row) or 0.0, one, row) for one, row in ways]
             for seconds, splitting, row in sorted(fastest_possible, key=lambda way: way[0]):
                 if all(row.seconds is None or seconds < row.seconds for row in found):
                     found.extend(self._with(splitting, row, lambda s, recipe: self._most(s, recipe, budget)))
 
-        look_at([(splitting, None) for splitting in self._few()])
+        look_at([(one, _plain(one, name)) for name in self.precisions for one in self._few()])
         if not any(row.kept_graphs == row.micro_batches == 1 for row in found):
-            rows = [(one, row) for one in self._few() for row in self.front_of(Recipe(), one) if row.optimizations]
+            ways = [(one, recipe) for recipe in self.recipes for one in self._few()]
+            rows = [(one, row) for one, recipe in ways for row in self.front_of(recipe, one) if _has_blocks(row)]
             look_at(sorted(rows, key=lambda pair: pair[1].seconds or 0.0)[:_MOST_OPTIMIZED])
         return found
 
     def _with(
-        self, splitting: Splitting, row: PlanRow | None, number: Callable[[Splitting, Recipe], int | None]
+        self, splitting: Splitting, row: PlanRow, number: Callable[[Splitting, Recipe], int | None]
     ) -> list[PlanRow]:
         """The way with the blocks of a row checkpointed or offloaded, if it runs and keeps any number of graphs."""
         try:
-            kept = number(splitting, Recipe() if row is None else Recipe.of(row))
+            kept = number(splitting, Recipe.of(row))
             return [] if kept is None else [self.row_of(splitting, kept, row)]
-        except NotRecomputable as error:
-            logger.info("%s is not recomputed: %s", error.block, error)
-            self.exclude(error.block)
         except AnyBatchError as error:
-            if row is None:
+            if not _has_blocks(row) or isinstance(error, NotRecomputable):
                 raise
             logger.info("not taken: %s (%s)", row.optimizations, error)
         return []
@@ -192,24 +187,25 @@ class CoupledSearch(Search):
                 (0, len(splitting.parts)), key=lambda kept: self._peak(splitting, replace(recipe, keep=kept)).total
             )
 
-        best = min((self.row_of(one, 0) for one in self._few()[:-3:-1]), key=lambda row: row.peak_bytes)
-        splitting = self.splitting_of(best)
-        peak = self._peak(splitting, Recipe(keep=0))
+        plain = [(one, _plain(one, name)) for one in self._few()[:-3:-1] for name in self.precisions]
+        best = min((self.row_of(one, 0, way) for one, way in plain), key=lambda row: row.peak_bytes)
+        splitting, recipe = self.splitting_of(best), Recipe(autocast=best.autocast)
+        peak = self._peak(splitting, replace(recipe, keep=0))
         if peak.by_category and peak.stage != SECOND:
             return best
-        optimized = (make(Recipe(), splitting) for make in (self.smallest_of, self.everything))
-        rows = (None, *(row for row in optimized if row is not None and row.optimizations))
+        optimized = (make(recipe, splitting) for make in (self.smallest_of, self.everything))
+        rows = (_plain(splitting, best.autocast), *(row for row in optimized if row is not None and _has_blocks(row)))
         return min(
             [best, *(one for row in rows for one in self._with(splitting, row, least))], key=lambda row: row.peak_bytes
         )
 
-    def _least(self) -> tuple[PlanRow, Peak]:
-        return self.traced(self.smallest())
+    def _smallest_rows(self) -> list[PlanRow]:
+        return [self.smallest()]
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget, those that were found, and the smallest."""
-        few = [(one, len(one.parts)) for one in self._few()[::2]]
-        found = [self.row_of(one, kept) for one, count in few for kept in (0, -(-count // 2))]
+        few = [(one, len(one.parts), _plain(one, name)) for name in self.precisions for one in self._few()[::2]]
+        found = [self.row_of(one, kept, way) for one, count, way in few for kept in (0, -(-count // 2))]
         within = [row for row in found if self.profiles.is_fake or row.peak_bytes <= self._budget]
         return [*self._found, *within, self.smallest()]
 
@@ -226,3 +222,12 @@ class CoupledSearch(Search):
         if block is None:
             return f" The loss sees all samples{held}; Coupled(row_block=...) computes it for some rows at a time."
         return f" The loss takes {block} rows at a time{held}; a smaller row_block helps."
+
+
+def _plain(splitting: Splitting, autocast: str = "") -> PlanRow:
+    """A way without memory optimizations."""
+    return PlanRow(splitting.limit, len(splitting.parts), autocast=autocast)
+
+
+def _has_blocks(row: PlanRow) -> bool:
+    return bool(row.recompute or row.offload)

@@ -328,15 +328,15 @@ class Profile:
                 return "backward", link.name
         return "loss", ""
 
-    def timeline(self, seconds: Callable[[str], float]) -> tuple[Timeline, list[Option], list[str]]:
-        """The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
+    def timeline(self, seconds: Callable[[str], float]) -> tuple[Timeline, list[Option]]:
+        """The most bytes alive while each block goes forward and backward, and what may be recomputed.
 
         Recomputing a block takes so many seconds.
         """
         chain, live, sizes, around = self.fit.chain, self.live, self.fit.sizes(self.size), self.around
         forward, backward = bounds_of(chain, live, around)
         options = self._options(chain, live, sizes, around, seconds)
-        return Timeline(tuple(forward), tuple(backward)), options, [link.name for link in chain]
+        return Timeline(tuple(forward), tuple(backward)), options
 
     def _options(
         self, chain: list[Link], live: Sequence[int], sizes: list[int], around: int, seconds: Callable[[str], float]
@@ -356,8 +356,17 @@ class Profile:
                 inside = max(live[links[0].enter : stop]) - before
                 at_back = live[links[-1].back - 1] - freed + kept + inside + around
                 cost = sum(seconds(link.name) for link in links)
-                options.append(Option(first, last, "recompute", freed - kept, cost, peak=at_back))
+                name = self._run_name(links[0].name, links[-1].name)
+                options.append(Option(first, last, "recompute", freed - kept, cost, peak=at_back, name=name))
         return options
+
+    def _run_name(self, first: str, last: str) -> str:
+        """The name of a run of blocks, as the memory optimizations take it."""
+        if first == last:
+            return first
+        home, start = self.runs[first]
+        run = f"{start}:{self.runs[last][1] + 1}"
+        return f"{home}.{run}" if home else run
 
     def _ends(self, chain: list[Link], first: int) -> list[int]:
         """Where a run of blocks that begins with this one may end: children of one sequence, one after the other."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.layout import PLAIN, Constant, rows_of
+from anybatch.batch.layout import PLAIN, Constant, Rows, rows_of
 from anybatch.batch.trees import leaves
 from anybatch.planning.devices import Target
 from anybatch.planning.subjects import Subject
@@ -116,15 +116,21 @@ def shapes_of(subject: Subject) -> dict[str, Shape]:
     """
     found: dict[str, Shape] = {}
     for node in subject.splittable.nodes():
-        if isinstance(node, Constant):
-            shapes = [(place + _WHOLE, shape) for place, shape in _of_leaves(node.value, node.label) if shape]
-        else:
-            shapes = [*_of_rows(node.value, node.label)]
-        for place, own in shapes:
+        for place, own in shapes_in(node):
             alike = len(found.get(place, own)) == len(own)  # items of a list need not be
             name = place if alike else f"{place} with {len(own)} dimensions"
             found[name] = tuple(max(pair) for pair in zip(found.get(name, own), own, strict=True))
     return found
+
+
+def shapes_in(node: Rows | Constant) -> Iterator[tuple[str, Shape]]:
+    """The shapes of samples in a leaf of a batch, and of what is not cut, each with its place."""
+    if not isinstance(node, Constant):
+        yield from _of_rows(node.value, node.label)
+        return
+    for place, shape in _of_leaves(node.value, node.label):
+        if shape:
+            yield place + _WHOLE, shape
 
 
 def outgrown(planned: dict[str, Shape], here: dict[str, Shape]) -> str:

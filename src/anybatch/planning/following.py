@@ -1,10 +1,8 @@
 """Keeps a training step within its budget: plans on the first batch, plans again when it has to, and grows back."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, relea
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
-from anybatch.loss.accumulate import Settings
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.offloading import HostPool
@@ -92,8 +89,8 @@ class Follower:
         self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
         self._confirmed = 0
-        self._splittable: Splittable | None = None
-        self._settings: Settings | None = None
+        self._subject: Subject | None = None  # the step for the logical batch that is there
+        self._is_whole = False  # whether batches run whole from now on
         self._pool = HostPool()
         self.has_split = False  # whether a batch went through in micro-batches, so that a refusal comes too late for it
         self.refusal: NotSplittable | None = None  # of a split, because of which the batch is to run again, whole
@@ -113,37 +110,31 @@ class Follower:
             DoesNotFit: nothing fits into the budget.
             PlanMismatch: the given plan was made for something else.
         """
-        self._splittable = splittable
+        self._subject = None
         if not splittable.rows:  # of a process that has no samples while others have some
             return
-        self._settings = self._settings or self._subject_of(splittable).settings
-        refuse_joined(self._subject_of(splittable).loss_fn, self._settings.reducer)
+        subject = self._subject = self._subject_of(splittable)
+        subject.is_coupled = subject.is_coupled or self._is_whole
+        refuse_joined(subject.loss_fn, subject.settings.reducer)
         try:
-            with self._apart(splittable):
-                self._prepare(splittable, clear)
+            with _apart(subject):
+                self._prepare(subject, clear)
         finally:
-            self._hand_over()
+            self._hand_over(subject)
 
-    @contextlib.contextmanager
-    def _apart(self, splittable: Splittable) -> Iterator[None]:
-        """Nothing communicates while a plan is made: the other processes make theirs, or have one. Nobody looks on."""
-        subject = self._subject_of(splittable)
-        with unobserved(), without_user_modes(), subject.settings.reducer.apart(subject.roots):
-            yield
-
-    def _prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
+    def _prepare(self, subject: Subject, clear: Callable[[], None]) -> None:
+        rows = subject.splittable.rows
         if self.plan is not None and not self._is_checked:
-            self._check(self._subject_of(splittable))
-        if self._planner is not None and splittable.rows == self._planner.rows:
-            self._planner.attend(splittable)
-        reason = self._reason_to_plan(splittable, clear)
+            self._check(subject, self.plan)
+        if self._planner is not None and rows == self._planner.rows:
+            self._planner.attend(subject.splittable)
+        reason = self._reason_to_plan(subject, clear)
         if not reason:
             return
         if self._memory is None:
             logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
-            self._rows = max(self._rows, splittable.rows)
+            self._rows = max(self._rows, rows)
             return
-        subject = self._subject_of(splittable)
         found = None if self.plan is None else self._made_for(subject)
         if found is not None:
             self._return_to(found, subject)
@@ -179,38 +170,38 @@ class Follower:
     def _budget_of(self, subject: Subject) -> int:
         return budget_for(self._memory, subject, _target(subject))
 
-    def _hand_over(self, *, halved: bool = False) -> None:
+    def _hand_over(self, subject: Subject, *, halved: bool = False) -> None:
         """Tells the engine what the plan in force says besides the size of micro-batches."""
-        if self._settings is None or self.plan is None:
+        if self.plan is None:
             return
-        if self._splittable is not None:
-            writes = None if self._planner is None else self._planner.subject.behaviour.writes_batch
-            self._splittable.is_copied = self.plan.copies_batch if writes is None else writes
-        row = self.plan.chosen
-        keeps = row.kept_graphs is not None
-        self._settings.kept_graphs = 1 if halved and keeps else row.kept_graphs
-        self._settings.chunk_length = row.chunk_length
+        writes = None if self._planner is None else self._planner.subject.behaviour.writes_batch
+        subject.splittable.is_copied = self.plan.copies_batch if writes is None else writes
+        row, settings = self.plan.chosen, subject.settings
+        settings.kept_graphs = 1 if halved and row.kept_graphs is not None else row.kept_graphs
+        settings.chunk_length = row.chunk_length
 
     def release(self) -> None:
         """Lets go of the logical batch, which would stay in memory."""
-        self._splittable = None
+        self._subject = None
         if self._planner is not None:
             self._planner.attend(None)
 
-    def _check(self, subject: Subject) -> None:
-        if self.plan is not None:
-            found = fingerprint_of(subject, _target(subject))
-            if not subject.optimizers:  # the gradient alone, which fits with any
-                found["optimizer"] = self.plan.fingerprint.get("optimizer", "")
-            # A plan for one device holds on each of several, but for what it takes to sum over them.
-            self.plan.check_fingerprint({"devices": "1", **found})
-            if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
-                self.plan = None
-        if self._memory is not None and self._planner is None:
-            self._planner = self._planner_of(subject, self._budget_of(subject))
-        if self._memory is not None and self.plan is not None:
-            self._drop_above(self._budget_of(subject), self.plan)
+    def _check(self, subject: Subject, plan: Plan) -> None:
+        found = fingerprint_of(subject, _target(subject))
+        if not subject.optimizers:  # the gradient alone, which fits with any
+            found["optimizer"] = plan.fingerprint.get("optimizer", "")
+        # A plan for one device holds on each of several, but for what it takes to sum over them.
+        plan.check_fingerprint({"devices": "1", **found})
         self._is_checked = True
+        if self._memory is None:
+            return
+        budget = self._budget_of(subject)
+        if self._planner is None:
+            self._planner = self._planner_of(subject, budget)
+        if subject.devices is not None and "devices" not in plan.fingerprint:
+            self.plan = None
+        else:
+            self._drop_above(budget, plan)
 
     def _drop_above(self, budget: int, plan: Plan) -> None:
         """Has a plan made again that was made for more memory than there is now."""
@@ -222,7 +213,8 @@ class Follower:
             self._first = plan
             self.limit.ceiling = plan.micro_batch_size
 
-    def _reason_to_plan(self, splittable: Splittable, clear: Callable[[], None]) -> str:
+    def _reason_to_plan(self, subject: Subject, clear: Callable[[], None]) -> str:
+        splittable = subject.splittable
         if self.plan is None:
             return "there is no plan yet"
         if splittable.rows > self._rows:
@@ -230,7 +222,6 @@ class Follower:
         if splittable.is_collated:
             return self._outgrown_parts(splittable, clear)
         planned = dict(self.plan.shapes)
-        subject = self._subject_of(splittable)
         larger = outgrown(planned, shapes_of(subject) if planned else {})
         self._is_varied = self._is_varied or shapes_differ(splittable, subject.loss_fn)
         return larger or (self._outgrown_parts(splittable, clear) if self._is_varied else "")
@@ -243,14 +234,14 @@ class Follower:
 
     def keep_whole(self, refusal: NotSplittable) -> None:
         """Has batches run whole from now on, if they may, since they can't be split."""
-        if self._memory is None or self._splittable is None or self.has_split:
+        subject = self._subject
+        if self._memory is None or subject is None or self.has_split:
             return
-        subject = self._subject_of(self._splittable)
         if subject.is_coupled or subject.devices is not None or subject.settings.reducer.is_shared:
             return
         if isinstance(subject.loss_fn, InPieces):  # which has a way of its own to split what does not add up
             return
-        self._subject_of = functools.partial(_kept_whole, self._subject_of)
+        self._is_whole = True
         self.refusal, self.plan, self._first, self._planner, self._made = refusal, None, None, None, []
 
     def _make(self, subject: Subject) -> None:
@@ -285,22 +276,25 @@ class Follower:
         Gives the size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
         """
         self._pool.clear()
-        self._hand_over(halved=True)
-        if self.plan is None or self._planner is None or self._splittable is None:
+        subject = self._subject
+        if subject is None:
             return None
-        is_other = self._splittable.is_collated or self._is_varied
-        if is_other or self._splittable.rows != self._planner.rows:
-            self._planner = self._planner_of(self._subject_of(self._splittable))
+        self._hand_over(subject, halved=True)
+        if self.plan is None or self._planner is None:
+            return None
+        is_other = subject.splittable.is_collated or self._is_varied
+        if is_other or subject.splittable.rows != self._planner.rows:
+            self._planner = self._planner_of(subject)
         less = int(self.plan.chosen.needed_bytes * _SMALLER)
         try:
-            with self._apart(self._splittable):
+            with _apart(subject):
                 found = self._planner.plan(less, race=False)  # real runs might run out of memory again
         except DoesNotFit:
             logger.warning("out of memory under the plan, and none is smaller than %s", format_bytes(less))
             return None
         logger.warning("out of memory under the plan; now %s", found)
         self.plan = found
-        self._hand_over()
+        self._hand_over(subject)
         return found.micro_batch_size
 
     @property
@@ -312,7 +306,8 @@ class Follower:
         """Returns to the first plan after a quiet while."""
         if self._first is not None and self.plan is not self._first:
             self.plan = self._first
-            self._hand_over()
+            if self._subject is not None:
+                self._hand_over(self._subject)
             logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -357,7 +352,7 @@ class Follower:
         if reserved <= budget:
             return
         try:
-            with contextlib.nullcontext() if self._splittable is None else self._apart(self._splittable):
+            with contextlib.nullcontext() if self._subject is None else _apart(self._subject):
                 self._first = self._planner.plan(int(budget / ratio))
         except DoesNotFit as error:
             logger.warning("the allocator reserves more than the budget, and no plan is small enough: %s", error)
@@ -384,8 +379,11 @@ class Follower:
             self.limit.ceiling = self._first.micro_batch_size
 
 
-def _kept_whole(subject_of: Callable[[Splittable], Subject], splittable: Splittable) -> Subject:
-    return replace(subject_of(splittable), is_coupled=True)
+@contextlib.contextmanager
+def _apart(subject: Subject) -> Iterator[None]:
+    """Nothing communicates while a plan is made: the other processes make theirs, or have one. Nobody looks on."""
+    with unobserved(), without_user_modes(), subject.settings.reducer.apart(subject.roots):
+        yield
 
 
 def _target(subject: Subject) -> Target:

@@ -41,6 +41,7 @@ class Option:
     # the most bytes alive while the run's activations are made again, if nothing else is freed; 0 for none
     peak: int = 0
     lag: int = 0  # 1 where the copy to the host ends one block later and the copy back begins one block earlier
+    name: str = ""  # of the block or the run, which is carried along, too
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def choose(timeline: Timeline, options: Sequence[Option], budget: int) -> Choice
         >>> timeline = Timeline(forward=(4, 7, 10), backward=(7, 10))
         >>> options = [Option(0, 0, "recompute", 2, 1.0), Option(1, 1, "recompute", 2, 0.5)]
         >>> choose(timeline, options, budget=8)
-        Choice(options=(Option(first=0, last=0, kind='recompute', freed=2, seconds=1.0, peak=0, lag=0),),
+        Choice(options=(Option(first=0, last=0, kind='recompute', freed=2, seconds=1.0, peak=0, lag=0, name=''),),
                seconds=1.0, peak=8)
         >>> choose(timeline, options, budget=7) is None
         True

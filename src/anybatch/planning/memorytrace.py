@@ -32,7 +32,6 @@ from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.batchnorm import batch_norm_as
 from anybatch.update.transaction import Failure, is_out_of_memory
@@ -141,7 +140,7 @@ class Tracer:
         made = functools.partial(run or Run, self._subject, parts, recipe, self._blocks, split)
         if self.is_fake:
             return self._on_fakes(lambda fakes: made().on_fakes(self._kind, fakes))
-        if not self._is_warm and run is None and any(map(is_scripted, modules_of(*self._subject.roots))):
+        if not self._is_warm and run is None and self._subject.is_scripted:
             for _ in range(_JIT_RUNS):
                 run_for_real(self._subject, parts[0], recipe.plain, clock=time.perf_counter)
         self._is_warm = True
@@ -224,6 +223,7 @@ class Run:
         self._subject, self._recipe, self._blocks, self._split = subject, recipe, blocks, split
         self._parts, self._count = dict(enumerate(parts)), 2 if split else 1
         self._settings = settings_for(subject, recipe)
+        self._wanted = subject.wanted  # before fake tensors stand in for parameters
         self._weights: tuple[tuple[int, int], ...] = ()
         self._spills = False
 
@@ -286,7 +286,7 @@ class Run:
         inputs = [given.batches, given.whole]
         register_weights(recording, subject, parameters)
         recording.register(tensors_in(inputs), INPUTS, counted=self.stays)
-        gradients = self._give_gradients(recording, parameters, given.settings)
+        gradients = self._give_gradients(recording, parameters)
         drawn = _drawn_so_far()
         with (
             batch_norm_as(subject.batch_norm, subject.roots, self._count) as begin,
@@ -345,14 +345,12 @@ class Run:
         weights.update((id(p), p) for root in subject.roots for p in (*root.parameters(), *root.buffers()))
         found = sum(p.nbytes for p in weights.values() if p.layout is torch.strided)
         own = subject.parameters
-        return found + sum(own[i].nbytes for i in _wanted(own, self._settings) if self._split and not self._spills)
+        return found + sum(own[i].nbytes for i in self._wanted if self._split and not self._spills)
 
-    def _give_gradients(
-        self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Settings
-    ) -> dict[int, Allocation]:
+    def _give_gradients(self, recording: Recording, parameters: Sequence[torch.Tensor]) -> dict[int, Allocation]:
         """Puts gradients on, as other micro-batches left them; gives their allocations by position."""
         found: dict[int, Allocation] = {}
-        for position in _wanted(parameters, settings) if self._split else ():
+        for position in self._wanted if self._split else ():
             if self._spills:
                 found[position] = recording.add(Allocation(BEFORE, parameters[position].nbytes, GRADIENTS))
                 continue
@@ -376,21 +374,15 @@ def _copied(batch: Any) -> Any:
 def register_weights(recording: Recording, subject: Subject, parameters: Sequence[torch.Tensor]) -> None:
     """Has a recording know the parameters and buffers, real ones or those that stand in for them."""
     recording.register(parameters, PARAMETERS)
-    for module in modules_of(*subject.roots):
+    for module in subject.modules:
         recording.register(module._parameters.values(), PARAMETERS)
         recording.register(module._buffers.values(), BUFFERS)
-
-
-def _wanted(parameters: Sequence[torch.Tensor], settings: Settings) -> list[int]:
-    """The positions of the parameters that get a gradient."""
-    wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
-    return [i for i, p in enumerate(parameters) if p.requires_grad and (wanted is None or id(p) in wanted)]
 
 
 def _bytes_beside(subject: Subject, batch: Any) -> int:
     """What is alive beside what a real run records: the logical batch, a copy of the samples, state, kept buffers."""
     own, copies = held_by(tensors_in(subject.splittable.batches)), held_by(tensors_in(batch))
-    buffers = sum(b.nbytes for module in modules_of(*subject.roots) for b in module._buffers.values() if b is not None)
+    buffers = sum(buffer.nbytes for buffer in subject.buffers)
     copied = sum(size for key, size in copies.items() if key not in own)
     return subject.batch_bytes + subject.state_bytes + buffers + copied
 

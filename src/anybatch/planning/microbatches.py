@@ -11,7 +11,7 @@ import gc
 import itertools
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from anybatch.batch.trees import leaves, map_leaves, tensors_within
 from anybatch.batch.writes import Writes, differ, own_array, writable
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import Recording, storages_of
+from anybatch.planning.fingerprints import Shape, shapes_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS
 from anybatch.tensors.fakes import Fakes
@@ -140,8 +141,9 @@ def takes_memory(subject: Subject) -> bool:
 
 def bytes_to_collate(subject: Subject, part: Part, bytes_of_one: int) -> int:
     """The bytes that are alive when samples are collated for real to plan, with what is there anyway."""
-    buffers = [buffer for root in subject.roots for buffer in root.buffers()]
-    held = sum(tensor.nbytes for tensor in [*subject.parameters, *buffers]) + subject.batch_bytes + subject.state_bytes
+    held = (
+        sum(one.nbytes for one in [*subject.parameters, *subject.buffers]) + subject.batch_bytes + subject.state_bytes
+    )
     return held + _copied_bytes(subject, part) + len(part.samples) * bytes_of_one
 
 
@@ -180,9 +182,6 @@ def _is_small(subject: Subject, part: Part) -> bool:
     return known <= gradients and known + _copied_bytes(subject, part) <= gradients
 
 
-Shape = tuple[int, ...]
-
-
 def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shape, ...]:
     """All dimensions of the samples of each batch, one after the other: one shape for each.
 
@@ -191,7 +190,8 @@ def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shap
     """
     if splittable.is_collated or isinstance(loss_fn, OverTime) or not all(map(_is_cut_plainly, splittable.nodes())):
         return ()
-    return tuple(tuple(_dimensions(layout.root)) for layout in splittable.layouts)
+    batches = (splittable.nodes(number) for number in range(len(splittable.layouts)))
+    return tuple(tuple(d for node in nodes for _, shape in shapes_in(node) for d in shape) for nodes in batches)
 
 
 def shapes_differ(splittable: Splittable, loss_fn: Any = None) -> bool:
@@ -243,17 +243,6 @@ def _is_cut_plainly(node: Rows | Constant) -> bool:
     if type(value) in (list, tuple):
         return all(isinstance(item, PLAIN) for item in value)
     return hasattr(value, "dtype") and rows_of(value) is not None
-
-
-def _dimensions(node: Node) -> Iterator[int]:
-    if isinstance(node, Branch):
-        for child in node.children:
-            yield from _dimensions(child)
-    elif isinstance(node, Rows):
-        yield from getattr(node.value, "shape", ())[1:]
-    else:
-        for _, _, leaf in leaves(node.value):
-            yield from getattr(leaf, "shape", ())
 
 
 def micro_batch_of(subject: Subject, part: Part) -> Any:

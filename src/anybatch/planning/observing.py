@@ -29,7 +29,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
-from anybatch.update.transaction import OwnSizeLimit, SizeLimit
+from anybatch.update.transaction import OwnSizeLimit
 from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
@@ -77,18 +77,27 @@ class ObservedLimit(OwnSizeLimit):
     def __init__(self, follower: "Observing") -> None:
         super().__init__(None)
         self._owner = Owner(follower)
+        self.most: int | None = None  # after memory ran out, until it was quiet for a while
 
     def shrink(self, tried: float) -> None:
         """Halves the size after memory ran out."""
         super().shrink(tried)
-        self._owner().ran_out(int(self.value or 1))
+        self.most = int(self.value or 1)
+        self._owner().measure_again()
 
     def gather(self) -> None:
         """Measures anew, as other steps follow."""
         self.value = self._owner().begin_again()
 
     def resolve(self, largest: float) -> None:
-        """Nothing: the next size follows from what was seen."""
+        """Notes a logical batch that went through; the next size follows from what was seen."""
+        if self.most is not None:
+            self._note_quiet(largest)
+
+    def _grow(self, largest: float) -> None:
+        """Has larger micro-batches tried again."""
+        self.most = None
+        self._owner().measure_again()
 
 
 class Observing:
@@ -101,8 +110,6 @@ class Observing:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._seen: Seen | None = None
         self._quiet = 0
-        self._most: int | None = None  # after memory ran out
-        self._wait = self._waited = SizeLimit.PATIENCE
         self._subject: Subject | None = None
         self.plan: Plan | None = None  # the size of micro-batches in force, and what they took
         self.limit = ObservedLimit(self)
@@ -116,6 +123,10 @@ class Observing:
         """Forgets what was seen; gives the size to begin with."""
         self._seen, self._quiet = None, 0
         return FIRST
+
+    def measure_again(self) -> None:
+        """Measures the next steps, since the size may change."""
+        self._quiet = 0
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Chooses the size of the micro-batches of a logical batch.
@@ -151,10 +162,6 @@ class Observing:
         self._usable = usable_bytes(self._budget, target, "measured") - subject.bytes_beside
         if splittable.rows > self._rows:
             self._rows, self._quiet = splittable.rows, 0
-        if self._most is not None:  # a while after memory ran out, larger micro-batches are tried again
-            self._wait -= 1
-            if not self._wait:
-                self._most, self._quiet = None, 0
         self._choose_size(subject, target)
 
     def _choose_size(self, subject: Subject, target: Target) -> None:
@@ -167,7 +174,7 @@ class Observing:
             if not size:
                 raise self._does_not_fit(held + seen.needs(splittable.rows, gradients))
             size = size if self.may_grow else min(size, seen.samples)
-        size = max(1, min(size, self._most or size, int(splittable.largest)))
+        size = max(1, min(size, self.limit.most or size, int(splittable.largest)))
         self.limit.value = size
         parts, taken = len(splittable.plan(size)), 0 if seen is None else seen.bytes
         row = PlanRow(size, parts, peak_bytes=held + taken, confidence="measured")
@@ -214,12 +221,6 @@ class Observing:
             "micro-batches of %d samples took %s of %s", samples, format_bytes(peak), format_bytes(self._budget)
         )
 
-    def ran_out(self, most: int) -> None:
-        """Notes that memory ran out."""
-        if self._wait < self._waited:  # it grew back before, or was just made smaller
-            self._waited = min(2 * self._waited, SizeLimit.MOST_PATIENCE)
-        self._most, self._quiet, self._wait = most, 0, self._waited
-
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Nothing but the size of micro-batches changes."""
         return contextlib.nullcontext()
@@ -237,7 +238,7 @@ class Observing:
     def state_dict(self) -> dict[str, Any]:
         """What was seen, as plain values."""
         seen = None if self._seen is None else tuple(self._seen)
-        growth = {"seen": seen, "quiet": self._quiet, "most": self._most, "wait": self._wait, "waited": self._waited}
+        growth = {"seen": seen, "quiet": self._quiet, "most": self.limit.most}
         return {"shapes": dict(self._shapes), "rows": self._rows, "growth": growth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,8 +247,7 @@ class Observing:
             return
         self._shapes, self._rows, growth = dict(state["shapes"]), state["rows"], state["growth"]
         self._seen = None if growth["seen"] is None else Seen(*growth["seen"])
-        self._quiet, self._most = growth["quiet"], growth["most"]
-        self._wait, self._waited = growth["wait"], growth["waited"]
+        self._quiet, self.limit.most = growth["quiet"], growth["most"]
 
 
 class _Peak(LiveBytes):

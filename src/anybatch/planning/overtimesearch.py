@@ -134,10 +134,10 @@ class InChunks(InPieces):
 class ChunkSearch(Search):
     """The search at one precision, at one length of chunks after the other."""
 
-    def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
+    def __init__(self, subject: Subject, target: Target, allow: Sequence[str]) -> None:
         over_time = cast(OverTime, subject.loss_fn)
         self._loss = InChunks(over_time, Chunks(over_time.chunk or 1))
-        super().__init__(replace(subject, loss_fn=self._loss), target, allow, autocast)
+        super().__init__(replace(subject, loss_fn=self._loss), target, allow)
         # What a recurrent kernel works in is not linear in the samples, but it is in the steps.
         self.profiles.extrapolates = self._loss.is_truncated
         self._state_bytes = 0
@@ -160,10 +160,10 @@ class ChunkSearch(Search):
         """Whether all chunks are traced."""
         return self._loss.runs_all(self._steps)
 
-    def rows(self, budget: int) -> list[PlanRow]:
+    def _rows(self, budget: int) -> list[PlanRow]:
         """The fastest ways that fit; of all samples at once where shorter chunks hold less."""
         splits = self._chunks.values > 0 or self._loss.is_truncated
-        return [row for row in super().rows(budget) if splits or row.micro_batches == 1]
+        return [row for row in super()._rows(budget) if splits or row.micro_batches == 1]
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once; 0 where that is not looked at, with all steps in one chunk."""

@@ -1,7 +1,7 @@
 """Finds the fastest configuration of a step within a budget of memory."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,11 +15,12 @@ from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
+from anybatch.planning.memorytrace import NotFake
 from anybatch.planning.overtimesearch import ChunkSearch
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.reserved import held_on
-from anybatch.planning.running import python_state_kept, random_state_kept
+from anybatch.planning.running import left_as_it_was
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
@@ -43,7 +44,7 @@ class Planner:
         target: the device.
         allow: the memory optimizations that may be used, and precisions such as ``"bfloat16"``.
         patience: seconds that may go into measuring times.
-        times: what was measured before, for each precision; ``None`` to measure.
+        times: what was measured before; ``None`` to measure.
         budget: bytes, for a plan that was made before.
         like: the planner of a step that differs in its optimizers only, whose traces are good here, too.
     """
@@ -55,7 +56,7 @@ class Planner:
         *,
         allow: Sequence[str] = OPTIMIZATIONS,
         patience: float = 1.5,
-        times: Sequence[Times | None] | None = None,
+        times: Mapping[Recipe, Times] | None = None,
         budget: int = 0,
         like: "Planner | None" = None,
     ) -> None:
@@ -65,52 +66,46 @@ class Planner:
         self._patience, self._allow, self._may_try = patience, allow, True
         kinds: dict[type, type[Search]] = {OverTime: ChunkSearch, Coupled: CoupledSearch}
         kind = next((search for loss, search in kinds.items() if isinstance(subject.loss_fn, loss)), Search)
-        with random_state_kept(subject.parameters):
-            self._searches = [kind(one, target, allow, name) for one, name in subject.at_precisions(allow)]
-        for search, other in zip(self._searches, [] if like is None else like._searches, strict=False):
-            search.profiles.share(other.profiles)
-        for search, known in zip(self._searches, times or (), strict=False):
-            if known is not None:
-                search.times = known
-        self._least = self._searches[0].base
+        with left_as_it_was(subject):
+            self._search = kind(subject, target, allow)
+        self._search.times.update(times or {})
+        if like is not None:
+            self._search.profiles.share(like._search.profiles)
+        self._least = self._search.base
         self._budget = budget
         self._usable = self._usable_of(budget)
 
     def _usable_of(self, budget: int) -> int:
-        first = self._searches[0]
-        varies, replays = first.profiles.varies, first.held is not None
-        return usable_bytes(budget, self.target, first.confidence, varies=varies, replays=replays)
+        search = self._search
+        varies, replays = search.profiles.varies, search.held is not None
+        return usable_bytes(budget, self.target, search.confidence, varies=varies, replays=replays)
 
     @property
     def others(self) -> int:
         """The bytes on the device that are not the step's, as far as that is known."""
-        held = self._searches[0].held
+        held = self._search.held
         return 0 if held is None else held.others
 
     @property
-    def times(self) -> list[Times | None]:
-        """What was measured, for each precision."""
-        return [search.times for search in self._searches]
+    def times(self) -> Mapping[Recipe, Times]:
+        """What was measured."""
+        return self._search.times
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
         self.subject.attend(splittable)
-        for search in self._searches:
-            search.attend(splittable)
+        self._search.attend(splittable)
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
         """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
         self.attend(splittable)
-        search = self._search_of(row)
+        search = self._search
         search.begin(search.base_of(row))
         row, parts = replace(row, micro_batch_size=limit or 0), splittable.plan(limit, oversized="alone")
         if limit is not None and (most := max(part.cost for part in parts)) > limit:
             return f"a sample costs {most:g}, and a micro-batch may cost {limit:g}"
-        with random_state_kept(self.subject.parameters):
+        with left_as_it_was(self.subject):
             return search.outgrown_parts(parts, row, self._usable)
-
-    def _search_of(self, row: PlanRow) -> Search:
-        return next(search for search in self._searches if search.autocast == row.autocast)
 
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
@@ -121,21 +116,17 @@ class Planner:
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
-        self._may_try = race
-        found = self._stable(lambda: self._planned(budget, race), budget)
-        if self._searches[0].profiles.is_fake:
+        self._may_try, self._budget = race, budget
+        found = self._stable(lambda: self._planned(race))
+        if self._search.profiles.is_fake:
             return found
         return replace(found, smallest_bytes=min(budget, self._confirmed(found.smallest_bytes)))
 
     def _least_for_real(self) -> int | None:
         """The smallest budget in which the smallest micro-batches run for real; ``None`` if nobody knows."""
-        room, found = self._room(self._budget), list[int]()
-        for search in self._searches:
-            runs = [max(room.needed(needed), taken + room.beside) for needed, taken in search.smallest_runs()]
-            if not runs:
-                return None
-            found.append(min(runs))
-        return max(found)
+        room = self._room
+        runs = (max(room.needed(needed), taken + room.beside) for needed, taken in self._search.smallest_runs())
+        return min(runs, default=None)
 
     def _confirmed(self, least: int) -> int:
         """The smallest budget of a step that runs for real, of which fewer sizes may run within less."""
@@ -149,93 +140,66 @@ class Planner:
 
     def least_budget(self, budget: int) -> int:
         """The smallest budget that a plan can be made for."""
+        self._budget = budget
 
         def found() -> int:
-            self._begin(self._bases(budget)[-1], budget)
+            self._begin(self._bases()[-1])
             return self._least_budget()
 
         try:
-            return self._stable(found, budget)
+            return self._stable(found)
         except DoesNotFit as error:
             return error.needed or 0
 
-    def _stable(self, search: Callable[[], T], budget: int) -> T:
+    def _stable(self, search: Callable[[], T]) -> T:
         """What a search finds once nothing new is found out about the step, of which nothing stays."""
+        profiles = self._search.profiles
+        with left_as_it_was(self.subject):
+            try:
+                return until_stable(lambda: profiles.known, self._search.forget, search)
+            except NothingRuns as error:
+                needed = profiles.needed_by(error.needed)
+            raise stopped(needed, self._least_for_real(), self._room, why_whole(self.subject))
 
-        def known() -> list[object]:
-            return [search.profiles.known for search in self._searches]
+    @property
+    def _room(self) -> Room:
+        return Room(self._budget, self.subject.bytes_beside, self._usable_of)
 
-        try:
-            return self._left_as_it_was(lambda: until_stable(known, self._forget, search))
-        except NothingRuns as error:
-            reached = error.needed
-        needed = max(search.profiles.needed_by(reached) for search in self._searches)
-        enough = self._left_as_it_was(self._least_for_real)
-        raise stopped(needed, enough, self._room(budget), why_whole(self.subject))
-
-    def _left_as_it_was(self, work: Callable[[], T]) -> T:
-        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            return work()
-
-    def _forget(self) -> None:
-        for search in self._searches:
-            search.forget()
-
-    def _room(self, budget: int) -> Room:
-        return Room(budget, self.subject.bytes_beside, self._usable_of)
-
-    def _planned(self, budget: int, race: bool) -> Plan:
-        for base in self._bases(budget):
-            self._begin(base, budget)
-            if not self._searches[0].holds_update(self._usable):
+    def _planned(self, race: bool) -> Plan:
+        search = self._search
+        for base in self._bases():
+            self._begin(base)
+            if not search.holds_update(self._usable):
                 continue
-            for search in self._searches:
-                search.take_times(self._usable, self._patience / 2)
-            rows = self._rows()
+            search.take_times(self._usable, self._patience / 2)
+            rows = search.rows(self._usable)
             finalists = self._finalists(rows)
-            while not finalists and self._with_chunks():
-                rows = self._rows()
+            while not finalists and search.add_chunks():
+                rows = search.rows(self._usable)
                 finalists = self._finalists(rows)
             if finalists:
                 break
         else:
             finalists, rows = [self._smallest()], []
             if finalists[0][0].needed_bytes > self._usable:
-                raise self._does_not_fit(finalists[0], budget)
-        plan = self._plan(self._raced(finalists, rows) if race else finalists, budget)
+                raise self._does_not_fit(*finalists[0])
+        plan = self._plan(self._raced(finalists, rows) if race else finalists)
         logger.info("planned: %s", plan)
         return plan
 
-    def _bases(self, budget: int) -> list[Recipe]:
+    def _bases(self) -> list[Recipe]:
         """What is gone through until something fits; the last holds the least."""
-        found = self._searches[0].bases(budget)
-        self._least, self._budget = found[-1], budget
+        found = self._search.bases(self._budget)
+        self._least = found[-1]
         return found
 
-    def _begin(self, base: Recipe, budget: int) -> None:
+    def _begin(self, base: Recipe) -> None:
         """Begins to search; the bytes that a plan may take are known better then."""
-        held = held_on(self.subject, self.target)
-        for search in self._searches:
-            search.begin(base)
-            search.held, search.profiles.is_last = held, base == self._least
-            search.look_within(self._usable_of(budget), budget)
-        self._usable = self._usable_of(budget)
-        for search in self._searches:
-            search.limit = self._usable
-
-    def _rows(self) -> list[PlanRow]:
-        """The fastest way at each splitting and treatment of the loss; with the loss in chunks where that may help."""
-        rows = [row for search in self._searches for row in search.rows(self._usable)]
-        first = self._searches[0]
-        is_plain = any(row.micro_batches == first.fewest and not row.optimizations for row in rows)
-        may_be_faster = self.target.is_present and first.has_large_head  # in chunks, which is measured
-        if (not is_plain or may_be_faster) and len(first.recipes) == 1 and self._with_chunks():
-            return [row for search in self._searches for row in search.rows(self._usable)]
-        return rows
-
-    def _with_chunks(self) -> bool:
-        added = [search.add_chunks() for search in self._searches]
-        return any(added)
+        search = self._search
+        search.begin(base)
+        search.held, search.profiles.is_last = held_on(self.subject, self.target), base == self._least
+        search.look_within(self._usable_of(self._budget), self._budget)
+        self._usable = search.limit = self._usable_of(self._budget)
 
     def _finalists(self, rows: list[PlanRow]) -> list[Finalist]:
         """The fastest rows that fit, each traced as it would run; those that are raced differ by more than a little."""
@@ -249,20 +213,18 @@ class Planner:
 
     def _finalist(self, row: PlanRow) -> list[Finalist]:
         """A row as it would run; with more memory optimizations if a trace showed more bytes than were predicted."""
-        search, wanted, goal = self._search_of(row), row, self._usable
+        search, wanted, goal = self._search, row, self._usable
         for _ in range(_ATTEMPTS):
             try:
                 exact, peak = search.traced(wanted)
-            except NotRecomputable as error:
-                logger.info("%s is not recomputed: %s", error.block, error)
-                search.exclude(error.block)
             except (AnyBatchError, TooLarge) as error:
+                if isinstance(error, NotRecomputable):
+                    raise
                 logger.info("not taken: %s (%s)", wanted, error)
                 return []
-            else:
-                if exact.needed_bytes <= self._usable:
-                    return [(exact, peak)]
-                goal -= exact.needed_bytes - self._usable
+            if exact.needed_bytes <= self._usable:
+                return [(exact, peak)]
+            goal -= exact.needed_bytes - self._usable
             smaller = search.row(search.recipe_of(row).plain, search.splitting_of(row), goal)  # with more of them
             if smaller is None:
                 return []
@@ -272,43 +234,38 @@ class Planner:
     def _raced(self, finalists: list[Finalist], rows: list[PlanRow]) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
         expected = sum((row.seconds or 0.0) / row.micro_batches for row, _ in finalists)
-        if not self.target.is_present or not self._searches[0].may_race or expected * 2 > self._patience:
+        if not self.target.is_present or not self._search.may_race or expected * 2 > self._patience:
             return finalists
         if len(finalists) < 2 and not neighbours(finalists[0][0], rows, [finalists[0][0]]):
             return finalists
-        return raced(finalists, rows, self._finalist, lambda row: self._search_of(row).timed(row), self._patience / 2)
+        return raced(finalists, rows, self._finalist, self._search.timed, self._patience / 2)
 
     def _smallest(self) -> Finalist:
         """The way with the least memory, with the loss in chunks as far as that helps."""
-        if self._searches[0].base != self._least:
-            self._begin(self._least, self._budget)
-        while any(search.is_bound_by_loss() for search in self._searches) and self._with_chunks():
+        if self._search.base != self._least:
+            self._begin(self._least)
+        while self._search.is_bound_by_loss() and self._search.add_chunks():
             pass
-        return min((search.least() for search in self._searches), key=lambda one: one[0].needed_bytes)
+        return self._search.least()
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
         try:
-            return self._budget_for(self._smallest()[0])
+            return self._room.needed(self._smallest()[0].needed_bytes)
         except (AnyBatchError, TooLarge) as error:
+            if isinstance(error, NotRecomputable):
+                raise
             logger.info("the smallest configuration can't be traced: %s", error)
-            rows = [search.smallest() for search in self._searches]
-            return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
+            return self._room.needed(self._search.smallest().needed_bytes)
 
-    def _budget_for(self, row: PlanRow) -> int:
-        """The smallest budget in which the way with the least memory is found."""
-        return self._room(self._budget).needed(row.needed_bytes)
-
-    def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
-        (row, peak), room = smallest, self._room(budget)
-        search = self._search_of(row)
-        hint = search.hint(row, peak)
+    def _does_not_fit(self, row: PlanRow, peak: Peak) -> Exception:
+        room, hint = self._room, self._search.hint(row, peak)
         if not peak.by_category:  # it was run and stopped, so nobody knows what it would take in the end
             return stopped(row.peak_bytes, None, room, f"{why_whole(self.subject)}{hint}".strip())
-        needed = self._budget_for(row)
+        needed = room.needed(row.needed_bytes)
         return does_not_fit(
-            row, peak, room, needed, search.shares(row),
-            lambda holders: f"{hint} {self._remedies(holders, needed, budget + room.beside, peak)}",
+            row, peak, room, needed, self._search.shares(row),
+            lambda holders: f"{hint} {self._remedies(holders, needed, room.budget + room.beside, peak)}",
         )  # fmt: skip
 
     def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int, peak: Peak) -> str:
@@ -317,23 +274,23 @@ class Planner:
             planner = type(self)(subject, self.target, allow=self._allow, like=self if same else None)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
-        may_try = self._may_try and self._searches[0].profiles.is_fake  # else steps would run for real
+        may_try = self._may_try and self._search.profiles.is_fake  # else steps would run for real
         activations = peak.by_category.get(ACTIVATIONS, 0)
         return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
-    def _plan(self, ranked: list[Finalist], budget: int) -> Plan:
+    def _plan(self, ranked: list[Finalist]) -> Plan:
         row, peak = ranked[0]
-        search = self._search_of(row)
+        search = self._search
         known = {_configuration(one) for one, _ in ranked}
-        front = (one for search in self._searches for one in search.front() if _configuration(one) not in known)
-        alternatives = pareto(self._search_of(one).finished(one) for one in (*(one for one, _ in ranked), *front))
+        front = (one for one in search.front() if _configuration(one) not in known)
+        alternatives = pareto(search.finished(one) for one in (*(one for one, _ in ranked), *front))
         whole = search.whole_bytes()
         binding = binding_of(peak, search.hint(row, peak), search.floor_size(row))
         chosen, modules = search.finished(row), search.shares(row)
         return Plan(
             chosen=chosen,
             alternatives=tuple(alternatives),
-            budget=budget,
+            budget=self._budget,
             samples=self.subject.splittable.rows,
             device=self.target.name,
             whole_bytes=whole,
@@ -344,7 +301,9 @@ class Planner:
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
             copies_batch=bool(self.subject.behaviour.writes_batch),
-            fingerprint=fingerprint_of(replace(search.subject, loss_fn=self.subject.loss_fn), self.target),
+            fingerprint=fingerprint_of(
+                replace(self.subject, settings=self.subject.settings_at(row.autocast)), self.target
+            ),
         )
 
 
@@ -356,15 +315,20 @@ def _configuration(row: PlanRow) -> PlanRow:
 def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
     """Searches until nothing new is found out about the step while that goes on.
 
-    A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
-    half done. It then knows less than it thought, forgets what was solved by traces that are not to be trusted, and
-    begins again with sizes that are traced by themselves. ``known`` gives what was found out so far.
+    A step may run other operations with other micro-batches, have a block that can't be recomputed, or turn out not to
+    run on fake tensors, when a search is half done. It then knows less than it thought, forgets what was solved by
+    traces that are not to be trusted, and begins again without the block, for real, or with sizes that are traced by
+    themselves. ``known`` gives what was found out so far.
     """
     while True:
         before = known()
         try:
             return search()
-        except (NotAligned, TooLarge) as error:
+        except NotRecomputable as error:
+            if before == known():
+                raise
+            logger.info("searching again: %s is not recomputed: %s", error.block, error)
+        except (NotAligned, NotFake, TooLarge) as error:
             if before == known():
                 raise LossError(
                     f"the step can't be planned, since it runs other operations from one time to the next; got: "

@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from anybatch.memory.meter import OverBudget, Recording
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.coupledpass import PassRun, which_run
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
+from anybatch.planning.knapsack import Option
 from anybatch.planning.lengths import Known, Lengths, lengths_of
 from anybatch.planning.memorytrace import NotFake, PassTrace, Tracer
 from anybatch.planning.microbatches import bytes_to_collate, takes_memory
@@ -23,7 +24,6 @@ from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
 from anybatch.planning.recipe import Chunks, Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Confidence
-from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -45,9 +45,8 @@ class NothingRuns(OverBudget):
     """Not even the smallest configuration to run the step does so for real within the budget; it was stopped."""
 
 
-RECURRENT = (torch.nn.RNNBase,)
-T = TypeVar("T")
 Traced = tuple[Size, PassTrace]
+_Way = tuple[Chunks | None, str]  # chunks and precision
 
 _CONVOLUTIONS = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
@@ -62,24 +61,21 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 class Predictor:
     """Traces a subject as often as needed, and no more; ``kind`` is what writes down."""
 
-    def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
+    def __init__(self, subject: Subject, kind: type[Recording], *, may_recompute: bool) -> None:
         self.subject = subject
-        self.least = (
-            1  # samples of the smallest micro-batch that there may be, which runs for real where that is needed
-        )
-        self.may_recompute = False
+        self.least = 1  # samples of the smallest micro-batch that may be, which runs for real where that is needed
+        self._may_recompute = may_recompute
+        self.excluded: set[str] = set()  # blocks, and runs of them, that can't be recomputed
         self.is_last = True  # nothing that may hold less is looked at beside this, or after it
         self.extrapolates = True  # what runs for real is taken to be linear in the samples
         # Blocks that are recomputed in all runs, since not even the smallest one stays within the budget without.
         self.always: tuple[str, ...] = ()
-        self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
-        recurrent = any(isinstance(module, RECURRENT) for module in modules_of(*subject.roots))
         on_meta = any(parameter.is_meta for parameter in subject.parameters)
         # What a recurrent layer keeps for its backward is not known to fake tensors: their kernel says 0 bytes. What
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
-        is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
+        is_real = subject.is_recurrent or subject.is_scripted
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
         self._traces: dict[tuple[Recipe, bool, Any], PassTrace] = {}
         self._settled: set[tuple[Recipe, bool, Any]] = set()  # run for real twice, with the same bytes
@@ -94,8 +90,8 @@ class Predictor:
         self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
         self._limit: int | None = None
-        # Of each length of chunks the smallest size that does not fit if it runs for real, none where one sample does.
-        self._refused: dict[Chunks | None, Size | None] = {}
+        # For each of some ways the smallest size that does not fit if it runs for real, none where one sample does.
+        self._refused: dict[_Way, Size | None] = {}
         self._over: dict[tuple[Recipe, bool, Any], int] = {}  # what passes had reached that were stopped
 
     @property
@@ -105,8 +101,8 @@ class Predictor:
 
     @property
     def known(self) -> tuple[Any, ...]:
-        """What was found out about the step, which decides how sizes are traced."""
-        return self.is_fake, len(self._unaligned), dict(self._refused), self.always
+        """What was found out about the step, which decides how it is traced."""
+        return self.is_fake, len(self._unaligned), dict(self._refused), self.always, len(self.excluded)
 
     @property
     def varies(self) -> bool:
@@ -119,20 +115,22 @@ class Predictor:
         subject = self.subject
         if subject.batch_norm != "ghost" or not subject.splits or not coupling_modules(*subject.roots):
             return False
-        part = self._point(1)[1]
         try:
-            self._consistent(lambda: self._trace(part, Recipe(), False))
+            self._trace(Part([0], 1), Recipe(), False)
         except NotSplittable:
             return True
         return False
 
-    def _consistent(self, make: Callable[[], T]) -> T:
-        """What is made on fake tensors; or once more, for real, if it turns out that the step can't run on these."""
+    def _run(self, parts: Sequence[Part], recipe: Recipe, **how: Any) -> PassTrace:
+        """A trace; what shows meanwhile about the step is noted for all later ones, and raised."""
         try:
-            return make()
+            return self._tracer.trace(parts, recipe, **how)
         except NotFake:
             self._forget()
-            return make()
+            raise
+        except NotRecomputable as error:
+            self.excluded.add(error.block)
+            raise
 
     def share(self, other: "Predictor") -> None:
         """Takes over the traces of another one, which may go on, whose step differs in its optimizers only."""
@@ -169,30 +167,18 @@ class Predictor:
         """Micro-batches of which one is at least as heavy as any of some; see ``Lengths``."""
         return self.lengths.heaviest(parts, packed=self.subject.splittable.has_costs)
 
-    def run_name(self, first: str, last: str) -> str:
-        """The name of a run of blocks, as the memory optimizations take it."""
-        if first == last:
-            return first
-        home, start = self._runs[first]
-        run = f"{start}:{self._runs[last][1] + 1}"
-        return f"{home}.{run}" if home else run
-
     def profile(self, recipe: Recipe, size: Size, *, single: bool) -> Profile:
         """The profile that is good for a size; ``TooLarge`` if it has to run for real, and might not fit."""
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-
-        def made() -> Profile:
-            # A single sample that ran for real is not what two and four samples would have it be.
-            if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
-                try:
-                    return self._made(recipe, None, single)
-                except (NotAligned, TooLarge) as error:
-                    if isinstance(error, TooLarge) and error.size.samples <= self.least:
-                        raise
-                    self._note_unaligned(recipe, error)
-            return self._made(recipe, size, single)
-
-        return self._consistent(made)
+        # A single sample that ran for real is not what two and four samples would have it be.
+        if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
+            try:
+                return self._made(recipe, None, single)
+            except (NotAligned, TooLarge) as error:
+                if isinstance(error, TooLarge) and error.size.samples <= self.least:
+                    raise
+                self._note_unaligned(recipe, error)
+        return self._made(recipe, size, single)
 
     def traced(self, recipe: Recipe, part: Part, *, single: bool, last: Part | None = None) -> Profile:
         """The profile of one size with memory optimizations on, exactly at that size on fake tensors.
@@ -201,25 +187,21 @@ class Predictor:
         ``NotAligned``, every size is traced by itself from now on, and what was found out from two sizes before is not
         to be trusted.
         """
-
-        def made() -> Profile:
-            size = self.size_of(part)
-            is_exact = self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain)
-            points = [(size, part)] if is_exact else self._points()
-            try:
-                traces = [(s, self._trace(p, recipe, single)) for s, p in points]
-            except TooLarge:
-                if is_exact:
-                    raise
-                traces = [(size, self._trace(part, recipe, single))]  # which may fit where larger ones do not
-            other = size if last is None else self.size_of(last)
-            if last is not None and self.is_fake and other == replace(size, samples=other.samples) != size:
-                with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
-                    return self.profile_of([*traces, (other, self._trace(last, recipe, single))])
-            return self.profile_of(traces)
-
+        size = self.size_of(part)
+        is_exact = self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain)
+        points = [(size, part)] if is_exact else self._points()
         try:
-            return self._consistent(made)
+            traces = [(s, self._trace(p, recipe, single)) for s, p in points]
+        except TooLarge:
+            if is_exact:
+                raise
+            traces = [(size, self._trace(part, recipe, single))]  # which may fit where larger ones do not
+        other = size if last is None else self.size_of(last)
+        if last is not None and self.is_fake and other == replace(size, samples=other.samples) != size:
+            with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
+                return self.profile_of([*traces, (other, self._trace(last, recipe, single))])
+        try:
+            return self.profile_of(traces)
         except NotAligned as error:
             self._note_unaligned(recipe.plain, error)
             raise
@@ -265,9 +247,7 @@ class Predictor:
                 raise OverBudget(self._over[key])
             some, run = [parts[number] for number in numbers], functools.partial(PassRun, like=like)
             try:
-                self._traces[key] = self._consistent(
-                    lambda: self._tracer.trace(some, recipe, split=False, limit=self._budget, run=run)
-                )
+                self._traces[key] = self._run(some, recipe, split=False, limit=self._budget, run=run)
             except OverBudget as error:
                 error.needed = self._over[key] = max(error.needed, (self._budget or 0) + 1)
                 raise
@@ -282,9 +262,9 @@ class Predictor:
         if trained not in self._updates:
             self._updates[trained] = trace_update(subject, trained)
         self._update = self._updates[trained]
-        unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
-        modules = modules_of(*subject.roots)
-        buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
+        parameters = subject.parameters
+        unreached = sum(parameters[position].nbytes for position in {*trained} - {*fit.trace.trained})
+        buffers = sum(buffer.nbytes for buffer in subject.buffers)
         copies = 1 if subject.device_type == "cpu" else 2
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
@@ -292,7 +272,6 @@ class Predictor:
         elif subject.batch_bytes and not subject.behaviour.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
-        parameters = subject.parameters
         summed = subject.summed_bytes([parameters[position] for position in trained])
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.placements, summed, unreached, self._counted()
@@ -314,24 +293,19 @@ class Predictor:
         """
         if self.is_fake and not self._unaligned and not self.subject.behaviour.draws:
             return tuple(sorted(reached))
-        subject, found = self.subject, set(reached)
-        own = None if subject.settings.inputs is None else {id(tensor) for tensor in subject.settings.inputs}
-        for position, parameter in enumerate(subject.parameters):
-            if parameter.requires_grad and (own is None or id(parameter) in own):
-                found.add(position)
-        return tuple(sorted(found))
+        return tuple(sorted({*reached, *self.subject.wanted}))
 
     @property
     def confidence(self) -> Confidence:
         """How far plans may be trusted."""
-        subject, modules = self.subject, modules_of(*self.subject.roots)
+        subject, modules = self.subject, self.subject.modules
         is_traced = self._update is None or self._update.is_traced
         if not is_traced or subject.hides_bytes or subject.behaviour.draws:
             return "estimated"
         if any(map(_is_compiled, modules)):  # traced without its compiler, which fuses and recomputes some operations
             return "estimated"
         if subject.device_type != "cpu" and not subject.is_present:
-            has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules)
+            has_kernels = subject.is_recurrent or any(isinstance(module, _CONVOLUTIONS) for module in modules)
             return "predicted" if self.is_fake and not has_kernels else "estimated"
         return "predicted" if self.is_fake else "measured"
 
@@ -356,11 +330,10 @@ class Predictor:
             self._stopped(part, recipe, expected)
             raise TooLarge(self.size_of(part), expected)
         try:
-            return self._tracer.trace([part], recipe, split=split, limit=limit)
+            return self._run([part], recipe, split=split, limit=limit)
         except NotRecomputable as error:
             if error.block not in self.always:
                 raise
-            self._not_again.add(error.block)
             failure, needed = Failure(error), 0
         except Exception as error:
             if not isinstance(error, OverBudget) and (self.is_fake or not is_out_of_memory(error)):
@@ -389,8 +362,9 @@ class Predictor:
         If they do not run with that either, it raises ``NothingRuns``.
         """
         if self.subject.splits and (len(part.samples) > self.least or not self.is_last):
-            known = self._refused.get(recipe.chunks) or self.size_of(part)
-            self._refused[recipe.chunks] = min(known, self.size_of(part), key=lambda one: one.samples)
+            way = recipe.chunks, recipe.autocast
+            known = self._refused.get(way) or self.size_of(part)
+            self._refused[way] = min(known, self.size_of(part), key=lambda one: one.samples)
             return
         wanted = self._recomputable
         if not wanted or (self.always == wanted == recipe.recompute):
@@ -402,7 +376,16 @@ class Predictor:
 
     @property
     def _recomputable(self) -> tuple[str, ...]:
-        return tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
+        return tuple(name for name in self.blocks if name not in self.excluded) if self._may_recompute else ()
+
+    def recomputable(self, options: Sequence[Option]) -> list[Option]:
+        """The options that a search may choose from; none where all blocks are recomputed anyway."""
+        if not self._may_recompute or self.always:
+            return []
+        found = [one for one in options if one.name not in self.excluded]
+        alone = {one.first for one in options if one.first == one.last and one.name in self.excluded}
+        # A run of blocks of which one can't be recomputed can't be either.
+        return [one for one in found if not any(one.first <= place <= one.last for place in alone)]
 
     def smallest_runs(self, base: Recipe, parts: Sequence[Part], *, single: bool) -> list[list[Traced]]:
         """The traces of the smallest micro-batches as they run for real: as they are, and with all blocks recomputed.
@@ -453,10 +436,6 @@ class Predictor:
     def _points(self) -> list[tuple[Size, Part]]:
         return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
 
-    def _point(self, samples: int) -> tuple[Size, Part]:
-        part = Part(range(samples), samples)
-        return self.size_of(part), part
-
     def _probed(
         self, points: list[tuple[Size, Part]], recipe: Recipe, single: bool, *, extrapolates: bool
     ) -> list[tuple[Size, PassTrace]]:
@@ -465,14 +444,16 @@ class Predictor:
         It raises ``NotAligned`` where two sizes to extrapolate from do not fit, and ``TooLarge`` for a size that might
         not.
         """
-        chunks, least = recipe.chunks, self.lengths.fewest(self.least)
-        for part in [] if chunks in self._refused else least:
+        way = recipe.chunks, recipe.autocast
+        for part in [] if way in self._refused else self.lengths.fewest(self.least):
             self._trace(part, recipe, single)
-        self._refused.setdefault(chunks, None)
+        self._refused.setdefault(way, None)
         traces: list[tuple[Size, PassTrace]] = []
-        for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
+        three = Part(range(3), 3)  # which may run where four do not
+        more = [(self.size_of(three), three)] if extrapolates and not self.lengths.each else []
+        for size, part in [*points, *more]:
             is_new = all(size != known for known, _ in traces)
-            if len(traces) < len(points) and is_new and self._may_run(size, chunks):
+            if len(traces) < len(points) and is_new and self._may_run(size, way):
                 try:
                     traces.append((size, self._trace(part, recipe, single)))
                 except TooLarge:
@@ -482,9 +463,9 @@ class Predictor:
             return traces
         raise TooLarge(points[-1][0])
 
-    def _may_run(self, size: Size, chunks: Chunks | None) -> bool:
+    def _may_run(self, size: Size, way: _Way) -> bool:
         """Whether no smaller size was stopped."""
-        refused = self._refused.get(chunks)
+        refused = self._refused.get(way)
         return refused is None or not refused.is_within(size)
 
     def may_collate(self, part: Part) -> bool:

@@ -1,6 +1,6 @@
 """A way to run a step, as data: the memory optimizations, and how far a batch is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from anybatch.batch.batches import Part
@@ -31,7 +31,7 @@ class Recipe:
 
     Example:
         >>> Recipe(recompute=("layers.0",), loss_chunks=8, head="head").plain
-        Recipe(recompute=(), offload=(), head='head', loss_chunks=8, keep=None, chunks=None)
+        Recipe(recompute=(), offload=(), head='head', loss_chunks=8, keep=None, chunks=None, autocast='')
     """
 
     recompute: tuple[str, ...] = ()  # names of blocks, or of runs of them
@@ -41,6 +41,7 @@ class Recipe:
     # how many micro-batches of a coupled loss keep their graph; None where the loss is not coupled
     keep: int | None = None
     chunks: Chunks | None = None  # of a loss over time; None for any other
+    autocast: str = ""  # the lower precision that is tried, as a plan names it; empty for the user's own
 
     @property
     def plain(self) -> "Recipe":
@@ -50,7 +51,7 @@ class Recipe:
     @classmethod
     def of(cls, row: PlanRow, chunks: Chunks | None = None) -> "Recipe":
         """What a row of a plan says about the run of one micro-batch, whatever its size."""
-        return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs, chunks)
+        return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs, chunks, row.autocast)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,15 @@ def splittings(subject: Subject) -> list[Splitting]:
         if len(parts) == splittable.rows:
             break
     return found
+
+
+def halving(splittings: Iterable[Splitting]) -> list[Splitting]:
+    """Of some splittings those whose micro-batches are at most half as large as those of the one before."""
+    few: list[Splitting] = []
+    for one in splittings:
+        if not few or 2 * one.limit <= few[-1].limit:
+            few.append(one)
+    return few
 
 
 def _limits(largest: float, least: float) -> Iterator[float]:

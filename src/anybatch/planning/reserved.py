@@ -72,7 +72,7 @@ class Replay:
         self._before_steps = sum(1 for at, _, _ in _changes(update.allocations) if at < update.steps_at)
         self._state = [one.size for one in update.allocations if one.born == BEFORE and one.category == OPTIMIZER]
         self._has_state = subject.state_bytes > 0
-        buffers = [b.nbytes for root in subject.roots for b in root.buffers()]
+        buffers = [buffer.nbytes for buffer in subject.buffers]
         self._copied = buffers if subject.devices is None else 2 * buffers  # so that a step can be rolled back
         of_gradients = self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
         self._sent = [] if subject.devices is None else of_gradients

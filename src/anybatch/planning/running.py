@@ -25,7 +25,6 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import batch_norm_as
@@ -34,7 +33,7 @@ from anybatch.update.transaction import Snapshot
 
 def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callable[[], float]) -> float:
     """Runs a forward and a backward for one micro-batch, takes every trace of it off, and gives its time."""
-    if subject.behaviour.writes_elsewhere is None and not _is_scripted(subject):
+    if subject.behaviour.writes_elsewhere is None and not subject.is_scripted:
         _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
     return _seconds_of(subject, part, recipe, clock)
 
@@ -102,11 +101,9 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
     ones, whose bytes are known; and by this process alone.
     """
-    kept = subject.settings.kept_graphs
-    return replace(
-        subject.settings, scaler=None, policy="native", reducer=ALONE,
-        kept_graphs=kept if recipe.keep is None else recipe.keep,
-    )  # fmt: skip
+    own = subject.settings_at(recipe.autocast)
+    kept = own.kept_graphs if recipe.keep is None else recipe.keep
+    return replace(own, scaler=None, policy="native", reducer=ALONE, kept_graphs=kept)
 
 
 def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Applied:
@@ -117,29 +114,24 @@ def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Applied:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Puts random state back, also what a ``collate`` has drawn."""
-    before = RandomState({parameter.device for parameter in parameters})
-    try:
-        yield
-    finally:
-        before.restore()
-
-
 def _python_state(subject: Subject) -> SideEffects:
     functions = (subject.loss_fn, *getattr(subject.loss_fn, "user_functions", ()))
     return SideEffects([*subject.roots, *functions], tensors=False)
 
 
 @contextlib.contextmanager
-def python_state_kept(subject: Subject) -> Iterator[None]:
-    """Looks once for all state in Python that runs within its block are to put back."""
+def left_as_it_was(subject: Subject) -> Iterator[None]:
+    """Puts random state back, also what a ``collate`` has drawn.
+
+    It looks once for all state in Python that runs within its block are to put back.
+    """
+    before = RandomState({parameter.device for parameter in subject.parameters})
     subject.behaviour.python = _python_state(subject)
     try:
         yield
     finally:
         subject.behaviour.python = None
+        before.restore()
 
 
 @contextlib.contextmanager
@@ -187,19 +179,13 @@ def undisturbed(
         before.restore(warns=False)
 
 
-def _is_scripted(subject: Subject) -> bool:
-    """Whether a mode that sees operations would be in the way of ``torch.jit``."""
-    return any(map(is_scripted, modules_of(*subject.roots)))
-
-
 @contextlib.contextmanager
 def _writes_taken_back(subject: Subject) -> Iterator[None]:
     behaviour = subject.behaviour
-    if behaviour.writes_elsewhere is False or _is_scripted(subject):
+    if behaviour.writes_elsewhere is False or subject.is_scripted:
         yield
         return
-    buffers = [buffer for module in modules_of(*subject.roots) for buffer in module._buffers.values()]
-    overwritten = Overwritten(buffer for buffer in buffers if buffer is not None)
+    overwritten = Overwritten(subject.buffers)
     try:
         with overwritten:
             yield

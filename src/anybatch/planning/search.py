@@ -1,28 +1,28 @@
 """All configurations of a logical batch that fit in a budget: splittings, the loss, blocks recomputed or offloaded."""
 
-import contextlib
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import Recording
 from anybatch.planning.curve import NotAligned, Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
+from anybatch.planning.memorytrace import NotFake
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
-from anybatch.planning.recipe import Recipe, Splitting, splittings
+from anybatch.planning.recipe import Recipe, Splitting, halving, splittings
 from anybatch.planning.reserved import Held, Replay
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
-from anybatch.records.plans import Confidence, ModuleShare, PlanRow
+from anybatch.records.plans import PRECISIONS, Confidence, ModuleShare, PlanRow
 from anybatch.tensors.modules import modules_of
 
 logger = logging.getLogger(__name__)
@@ -36,31 +36,30 @@ _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing th
 
 
 class Search:
-    """The search at one precision: what was traced, what was measured, and the ways that follow.
+    """The search: what was traced, what was measured, and the ways that follow.
 
-    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks. ``autocast`` is the precision
-    as the plan names it, if it is not the user's own.
+    Where a method takes a ``recipe``, the precision and the treatment of the loss are meant, without blocks.
     """
 
     may_race = True
     """Whether the time of a way follows from that of one of its micro-batches, so that ways can be raced."""
 
-    def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
+    def __init__(self, subject: Subject, target: Target, allow: Sequence[str]) -> None:
         self.subject = subject
-        self.autocast = autocast
-        self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
-        self.profiles.may_recompute = "recompute" in allow
+        lower = [name for name in PRECISIONS if name in allow and subject.settings.autocast is None]
+        self.precisions = ["", *lower]  # as plans name them, the user's own first
+        kind = Recording if target.is_present else CostRecording
+        self.profiles = Predictor(subject, kind, may_recompute="recompute" in allow)
         self._all_splittings = self.splittings = splittings(subject)
         self.base = Recipe()
         self._recipes: dict[Recipe, list[Recipe]] = {}
-        self._times: dict[Recipe, Times] = {}
+        self.times: dict[Recipe, Times] = {}  # how long micro-batches take with a base at a precision, if it is known
         self.held: Held | None = None  # before a step, where the bytes that an allocator reserves are known from that
         self.limit = 0  # bytes that the allocator may reserve
         self._fine: list[Size] = []
         self._target = target
         self._allow = allow
-        self._excluded: set[str] = set()
-        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option], list[str]]] = {}
+        self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option]]] = {}
 
     def bases(self, budget: int) -> list[Recipe]:
         """What all ways have in common, of several the first with which something fits; the last holds the least."""
@@ -77,18 +76,16 @@ class Search:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The treatments of the loss that are looked at, the plain one first."""
-        return self._recipes.setdefault(self.base, [self.base])
+        """The precisions and treatments of the loss that are looked at, the plain ones first."""
+        return self._recipes.setdefault(self.base, [replace(self.base, autocast=name) for name in self.precisions])
 
     @property
-    def times(self) -> Times | None:
-        """How long micro-batches take, once that is known."""
-        return self._times.get(self.base)
+    def _last_recipes(self) -> list[Recipe]:
+        """Those with the loss in the smallest chunks."""
+        return self.recipes[-len(self.precisions) :]
 
-    @times.setter
-    def times(self, times: Times) -> None:
-        self._times[self.base] = times
-        self._solved.clear()
+    def _times_of(self, recipe: Recipe) -> Times | None:
+        return self.times.get(replace(self.base, autocast=recipe.autocast))
 
     @property
     def traces_all(self) -> bool:
@@ -108,13 +105,6 @@ class Search:
     def forget(self) -> None:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
         self._solved.clear()
-
-    def exclude(self, run: str) -> bool:
-        """Takes a block, or a run of them, that can't be recomputed out of the search; says whether it was in it."""
-        is_new = run not in self._excluded
-        self._excluded.add(run)
-        self._solved.clear()
-        return is_new
 
     def look_within(self, usable: int, budget: int) -> None:
         """Leaves out splittings whose micro-batches may not run for real within a budget, where they have to."""
@@ -172,14 +162,10 @@ class Search:
         size = self.profiles.size_of(self.worst(recipe, splitting))
         return self.profiles.profile(recipe, size, single=splitting.is_single).at(size, splitting.count)
 
-    def seconds(self, splitting: Splitting) -> float | None:
+    def seconds(self, recipe: Recipe, splitting: Splitting) -> float | None:
         """The time of a logical batch without memory optimizations, ``None`` if nothing is known."""
-        return self.subject.seconds(splitting.parts, self.times.seconds) if self.times else None
-
-    @property
-    def fewest(self) -> int:
-        """How many micro-batches the batch is in where nothing asks for more: one on each device."""
-        return 1 if self.subject.devices is None else len(self._all_splittings[0].parts)
+        times = self._times_of(recipe)
+        return self.subject.seconds(splitting.parts, times.seconds) if times else None
 
     def holds_update(self, budget: int) -> bool:
         """Whether the update fits beside the losses of micro-batches, of which splittings keep more or fewer."""
@@ -204,35 +190,37 @@ class Search:
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations."""
-        if self.times is not None:
-            return
-        if self._target.is_present:
-            self.times = self._measured(budget, patience)
-            return
+        for recipe in (replace(self.base, autocast=name) for name in self.precisions):
+            if recipe not in self.times:
+                is_there = self._target.is_present
+                self.times[recipe] = self._measured(recipe, budget, patience) if is_there else self._estimated(recipe)
+                self._solved.clear()
+
+    def _estimated(self, recipe: Recipe) -> Times:
         found = []
         for splitting in self.splittings:
-            profile = self.profile(self.base, splitting)
-            found.append((self.worst(self.base, splitting).cost, profile.fit, profile.size))
-        self.times = estimated_times(found, self._target)
+            profile = self.profile(recipe, splitting)
+            found.append((self.worst(recipe, splitting).cost, profile.fit, profile.size))
+        return estimated_times(found, self._target)
 
-    def _measured(self, budget: int, patience: float) -> Times:
-        grid = self._grid(budget)
+    def _measured(self, recipe: Recipe, budget: int, patience: float) -> Times:
+        grid = self._grid(recipe, budget)
         if not grid:
             smallest = self.splittings[-1]
-            return Times({self.worst(self.base, smallest).cost: self._measured_small(smallest)})
-        recipe = replace(self.base, recompute=self.profiles.always)
+            return Times({self.worst(recipe, smallest).cost: self._measured_small(recipe, smallest)})
+        recipe = replace(recipe, recompute=self.profiles.always)
         return measured_grid(self.subject, grid, recipe, self.profiles.blocks, patience)
 
-    def _grid(self, budget: int) -> list[Part]:
+    def _grid(self, recipe: Recipe, budget: int) -> list[Part]:
         """The largest micro-batches that fit without memory optimizations, from two samples on, doubling."""
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
-            part = self.worst(self.base, splitting)
+            part = self.worst(recipe, splitting)
             # Doubling, since times between two sizes are interpolated; one sample alone may take other kernels.
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
-            profile = self.profile(self.base, splitting)
+            profile = self.profile(recipe, splitting)
             most = profile.peak + self.subject.behaviour.written_bytes
             if most <= budget and self._is_served(profile) and self.profiles.may_collate(part):
                 grid.append(part)
@@ -248,70 +236,67 @@ class Search:
         """The bytes that an allocator has to be given; of several devices the first, which holds the most."""
         return Replay(self.subject, held, profile, last).needed(self.limit)
 
-    def _measured_small(self, splitting: Splitting) -> Timed:
+    def _measured_small(self, recipe: Recipe, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
-        part, timed = self.worst(self.base, splitting), None
-        while True:
-            recipe = self.recipe_of(self.everything(self.base, splitting) or self.smallest_of(self.base, splitting))
-            try:
-                timed = measured(self.subject, part, recipe, self.profiles.blocks, repeats=2)
-                break
-            except NotRecomputable as error:
-                if not self.exclude(error.block):
-                    raise
+        part = self.worst(recipe, splitting)
+        recipe = self.recipe_of(self.everything(recipe, splitting) or self.smallest_of(recipe, splitting))
+        timed = self._measured_one(part, recipe, self.profiles.blocks, repeats=2)
         if timed is None:
             return Timed(1.0)
         again = sum(timed.forward.values()) if recipe.recompute else 0.0
         return Timed(max(timed.seconds - again, 0.5 * timed.seconds), timed.forward)
 
+    def _measured_one(self, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
+        try:
+            return measured(self.subject, part, recipe, blocks, repeats=repeats)
+        except NotRecomputable as error:  # of which some show with numbers only
+            self.profiles.excluded.add(error.block)
+            raise
+
     def timed(self, row: PlanRow) -> float:
         """The time of a row by one of its micro-batches, measured."""
-        splitting = self.splitting_of(row)
-        part = self.worst(self.base, splitting)
-        if self.times and self.subject.behaviour.written_bytes:  # whose copies may not fit
-            return self.subject.seconds(splitting.parts, self.times.seconds)
+        splitting, recipe = self.splitting_of(row), self.recipe_of(row)
+        part, times = self.worst(recipe.plain, splitting), self._times_of(recipe)
+        if times and self.subject.behaviour.written_bytes:  # whose copies may not fit
+            return self.subject.seconds(splitting.parts, times.seconds)
         may = self.profiles.may_collate(part)
-        timed = measured(self.subject, part, self.recipe_of(row), (), repeats=1) if may else None
+        timed = self._measured_one(part, recipe, (), repeats=1) if may else None
         if timed is None:
             return float("inf")
-        if not self.times:  # memory ran out before anything was measured
+        if not times:  # memory ran out before anything was measured
             return timed.seconds * splitting.count
-        whole = self.subject.seconds(splitting.parts, self.times.seconds)
-        return timed.seconds * whole / max(self.times.seconds(part.cost), 1e-12)
+        whole = self.subject.seconds(splitting.parts, times.seconds)
+        return timed.seconds * whole / max(times.seconds(part.cost), 1e-12)
 
     # The loss in chunks.
 
     def add_chunks(self) -> bool:
         """Takes the loss in chunks into the search, or in smaller ones; says whether there was anything to add."""
-        tried = len(self.recipes) - 1
-        head = self._head() if "loss_chunks" in self._allow else ""
+        tried = len(self.recipes) // len(self.precisions) - 1
+        head = self._head()
         if not head or tried >= len(_CHUNKS):
             return False
         recipe = replace(self.base, head=head, loss_chunks=_CHUNKS[tried])
         if not self.profile(recipe, self.splittings[-1]).fit.trace.chunked:
             return False
-        self.recipes.append(recipe)
+        self.recipes.extend(replace(recipe, autocast=name) for name in self.precisions)
         return True
 
     def is_bound_by_loss(self) -> bool:
         """Whether the smallest configuration peaks in its loss, so that smaller chunks of it would lower that."""
         if "loss_chunks" not in self._allow:
             return False
-        for recipe, splitting, profile in self._profiled(self.recipes[-1:], self.splittings[-1:]):
-            timeline, options, _ = self._timeline(recipe, splitting)
+        found = []
+        for recipe, splitting, profile in self._profiled(self._last_recipes, self.splittings[-1:]):
+            timeline, options = self._timeline(recipe, splitting)
             choice = smallest_peak(timeline, options)
             in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
-            return in_loss >= max(choice.peak, profile.update_peak)
-        return True
-
-    @property
-    def has_large_head(self) -> bool:
-        """Whether a loss in chunks may be faster, since its logits do not fit into a processor's caches."""
-        return "loss_chunks" in self._allow and bool(self._head(_LARGE_HEAD - 1))
+            found.append(in_loss >= max(choice.peak, profile.update_peak))
+        return any(found) or not found
 
     def _head(self, least: int = _SMALLEST_HEAD) -> str:
         """The output layer: the widest linear layer; whether it is the loss's shows when it is tried."""
-        widest = ("", least)
+        widest = ("", least if "loss_chunks" in self._allow else sys.maxsize)
         for name, module in self.subject.model.named_modules():
             if type(module) is torch.nn.Linear and name and module.out_features > widest[1]:
                 widest = (name, module.out_features)
@@ -320,7 +305,19 @@ class Search:
     # Rows.
 
     def rows(self, budget: int) -> list[PlanRow]:
-        """The fastest way at each splitting and treatment of the loss that fits."""
+        """The fastest ways that fit, each with the loss in chunks, too, where that may help."""
+        rows = self._rows(budget)
+        fewest = 1 if self.subject.devices is None else len(self._all_splittings[0].parts)
+        is_plain = any(row.micro_batches == fewest and not row.optimizations for row in rows)
+        # Logits that do not fit into a processor's caches may be faster in chunks, which is measured.
+        may_be_faster = self._target.is_present and self._head(_LARGE_HEAD - 1)
+        is_looked_at = len(self.recipes) > len(self.precisions)
+        if (not is_plain or may_be_faster) and not is_looked_at and self.add_chunks():
+            return self._rows(budget)
+        return rows
+
+    def _rows(self, budget: int) -> list[PlanRow]:
+        """The fastest way at each splitting, precision and treatment of the loss that fits."""
         found = (self.row(recipe, splitting, budget) for recipe in self.recipes for splitting in self.splittings)
         return [row for row in found if row is not None]
 
@@ -330,10 +327,9 @@ class Search:
         if profile is None or profile.update_peak > budget:
             return None
         if profile.peak <= budget:
-            return self._row(recipe, splitting, Choice((), 0.0, profile.peak), [])
-        timeline, options, names = self._timeline(recipe, splitting)
-        choice = choose(timeline, options, budget)
-        return None if choice is None else self._row(recipe, splitting, choice, names)
+            return self._row(recipe, splitting, Choice((), 0.0, profile.peak))
+        choice = choose(*self._timeline(recipe, splitting), budget)
+        return None if choice is None else self._row(recipe, splitting, choice)
 
     def smallest(self) -> PlanRow:
         """The way with the least memory: mostly that of the smallest micro-batches, which leave the most losses."""
@@ -351,8 +347,7 @@ class Search:
 
     def smallest_of(self, recipe: Recipe, splitting: Splitting) -> PlanRow:
         """The blocks checkpointed or offloaded that leave the least memory."""
-        timeline, options, names = self._timeline(recipe, splitting)
-        return self._row(recipe, splitting, smallest_peak(timeline, options), names)
+        return self._row(recipe, splitting, smallest_peak(*self._timeline(recipe, splitting)))
 
     def everything(self, recipe: Recipe, splitting: Splitting) -> PlanRow | None:
         """All blocks recomputed, where it is not known for sure that another choice holds less; else ``None``.
@@ -363,13 +358,16 @@ class Search:
         # A block that runs several times holds less than is predicted for a choice of blocks.
         if self.profiles.is_fake and not any(link.repeats for link in profile.fit.chain):
             return None
-        _, options, names = self._timeline(recipe, splitting)
+        _, options = self._timeline(recipe, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak)
-        return self._row(recipe, splitting, choice, names) if blocks else None
+        return self._row(recipe, splitting, choice) if blocks else None
 
     def smallest_runs(self) -> Iterator[tuple[int, int]]:
-        """The bytes of ways to run the smallest micro-batches for real, and those that each run takes by itself."""
+        """The bytes of ways to run the smallest micro-batches for real, and those that each run takes by itself.
+
+        They are of the user's own precision, whose runs are the first to be refused.
+        """
         profiles, splitting = self.profiles, self._all_splittings[-1]
         parts = profiles.lengths.fewest(profiles.least) if self.subject.splits else splitting.parts
         for traces in profiles.smallest_runs(self.base, parts, single=splitting.is_single):
@@ -382,31 +380,17 @@ class Search:
         """The way with the least memory, traced as it would run, with the fewest bytes that an allocator may have."""
         limit, self.limit = self.limit, 0
         try:
-            return self._least()
+            return min((self.traced(row) for row in self._smallest_rows()), key=lambda one: one[0].needed_bytes)
         finally:
             self.limit = limit
 
-    def _least(self) -> tuple[PlanRow, Peak]:
-        found = list[tuple[PlanRow, Peak]]()
-        while not found:
-            try:
-                found.append(self.traced(self.smallest()))
-            except NotRecomputable as error:
-                if not self.exclude(error.block):
-                    raise
-                logger.info("%s is not recomputed: %s", error.block, error)
-        everything = self.everything(self.recipes[-1], self.splittings[-1])
-        if everything is not None:
-            with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
-                found.append(self.traced(everything))
-        return min(found, key=lambda one: one[0].needed_bytes)
+    def _smallest_rows(self) -> list[PlanRow]:
+        everything = (self.everything(recipe, self.splittings[-1]) for recipe in self._last_recipes)
+        return [self.smallest(), *(row for row in everything if row is not None)]
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
-        few: list[Splitting] = []
-        for splitting in self.splittings:
-            if not few or 2 * splitting.limit <= few[-1].limit:
-                few.append(splitting)
+        few = halving(self.splittings)
         share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
         some, points = few[: max(1, round(share * len(few)))], max(2, round(share * _FRONT_POINTS))
         return [
@@ -415,42 +399,36 @@ class Search:
 
     def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
         """The choices of blocks that are worth their time, from the fastest to the smallest."""
-        timeline, options, names = self._timeline(recipe, splitting)
-        return [self._row(recipe, splitting, choice, names) for choice in front(timeline, options, points=points)]
+        choices = front(*self._timeline(recipe, splitting), points=points)
+        return [self._row(recipe, splitting, choice) for choice in choices]
 
-    def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
-        base, profile = self.seconds(splitting), self.profile(recipe, splitting)
+    def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice) -> PlanRow:
+        base, profile = self.seconds(recipe, splitting), self.profile(recipe, splitting)
         recompute, offload = (
-            tuple(
-                self.profiles.run_name(names[one.first], names[one.last]) for one in choice.options if one.kind == kind
-            )
-            for kind in ("recompute", "offload")
+            tuple(one.name for one in choice.options if one.kind == kind) for kind in ("recompute", "offload")
         )
         return PlanRow(
             splitting.limit, len(splitting.parts), self.profiles.always or recompute, offload, recipe.head,
-            recipe.loss_chunks, self.autocast, peak_bytes=max(choice.peak, profile.update_peak),
+            recipe.loss_chunks, recipe.autocast, peak_bytes=max(choice.peak, profile.update_peak),
             seconds=None if base is None else base + choice.seconds, confidence=profile.confidence,
         )  # fmt: skip
 
-    def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
+    def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option]]:
         key = (recipe, splitting.limit)
         if key not in self._solved:
-            profile = self.profile(recipe, splitting)
+            profile, times = self.profile(recipe, splitting), self._times_of(recipe)
 
             @functools.cache
             def forward(name: str) -> float:
-                times = self.times
                 if not times:
                     return 1.0
                 return self.subject.seconds(splitting.parts, lambda cost: times.forward(cost, name))
 
-            timeline, options, names = profile.timeline(forward)
-            may = "recompute" in self._allow and not self.profiles.always
-            named = [(one, self.profiles.run_name(names[one.first], names[one.last])) for one in options]
-            options = [one for one, name in named if may and name not in self._excluded]
+            timeline, options = profile.timeline(forward)
+            options = self.profiles.recomputable(options)
             if "offload" in self._allow and self._target.device_type != "cpu":
-                options += self._offloads(profile, forward)
-            self._solved[key] = (timeline, options, names)
+                options += self._offloads(profile, forward if times else lambda _: 0.0)
+            self._solved[key] = (timeline, options)
         return self._solved[key]
 
     def _offloads(self, profile: Profile, forward: Callable[[str], float]) -> list[Option]:
@@ -459,9 +437,8 @@ class Search:
         for index, link in enumerate(profile.fit.chain):
             inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
             if held := sum(sizes[i] for i in inside) if link.in_order else 0:
-                hidden = forward(link.name) if self.times else 0.0
-                seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
-                options.append(Option(index, index, "offload", held, seconds, lag=1))
+                seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - forward(link.name))
+                options.append(Option(index, index, "offload", held, seconds, lag=1, name=link.name))
         return options
 
     # A row as it would run.
@@ -494,8 +471,9 @@ class Search:
 
     def shares(self, row: PlanRow) -> list[ModuleShare]:
         """What each block holds in a micro-batch of a row without memory optimizations."""
-        splitting, times = self.splitting_of(row), self.times
-        profile, cost = self.profile(self.base, splitting), self.worst(self.base, splitting).cost
+        splitting, recipe = self.splitting_of(row), replace(self.base, autocast=row.autocast)
+        profile, times = self.profile(recipe, splitting), self._times_of(recipe)
+        cost = self.worst(recipe, splitting).cost
         sizes, found = profile.fit.sizes(profile.size), []
         for link in profile.fit.chain:
             modules = modules_of(self.subject.model.get_submodule(link.name))
@@ -541,7 +519,7 @@ class Search:
                 continue
             try:
                 profile = profiles.traced(self.recipe_of(row), part, single=len(parts) == 1)
-            except (NotAligned, TooLarge) as error:
+            except (NotAligned, NotFake, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.at(size, self.subject.most_on_one(parts)).peak > budget:
                 return f"a micro-batch of {size} would need more"

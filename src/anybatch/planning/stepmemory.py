@@ -11,14 +11,12 @@ from anybatch.memory.measuring import LinedRecording
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.entrance import subject_of
 from anybatch.planning.memorytrace import NotFake, Tracer
-from anybatch.planning.predictor import RECURRENT
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.running import python_state_kept, random_state_kept
+from anybatch.planning.running import left_as_it_was
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import INPUTS, OPTIMIZER, Timeline
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.tensors.dispatch import without_user_modes
-from anybatch.tensors.modules import is_scripted, modules_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +34,13 @@ def timelines(
         return {}
     with unobserved(), without_user_modes():
         subject, _ = subject_of(batch, device, model=model, loss_fn=loss_fn, memory=plan.budget, **options)
-        if any(isinstance(module, RECURRENT) or is_scripted(module) for module in modules_of(*subject.roots)):
+        if subject.is_recurrent or subject.is_scripted:
             return {}
         beside = {kind: count for kind in (OPTIMIZER, INPUTS) if (count := plan.at_peak.get(kind, 0))}
         whole = PlanRow(plan.samples, 1, autocast=plan.chosen.autocast)
         planned = f"as planned: a micro-batch of {plan.micro_batch_size:g}"
         ways = {"before: the whole batch at once": whole} | ({planned: plan.chosen} if plan.chosen != whole else {})
-        with random_state_kept(subject.parameters), python_state_kept(subject):
+        with left_as_it_was(subject):
             try:
                 return {name: _traced(subject, row, beside) for name, row in ways.items()}
             except (AnyBatchError, NotFake) as error:

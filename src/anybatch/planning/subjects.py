@@ -1,7 +1,7 @@
 """What a plan is made for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from anybatch.memory.meter import held_by
 from anybatch.options import Options
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import workspace_bytes
-from anybatch.tensors.modules import is_scripted, modules_behind
+from anybatch.tensors.modules import is_scripted, modules_behind, modules_of
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
 from anybatch.tensors.sideeffects import SideEffects
@@ -138,17 +138,40 @@ class Subject:
         workspaces = workspace_bytes(self.settings.device) if self.is_present else 0
         return self.settings.reducer.bytes_beside(self.roots, self.parameters) + workspaces
 
-    def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
-        """The subject as it is, and at the lower precisions that may be tried, each with its name in a plan."""
-        yield self, ""
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-            if name in allow and self.settings.autocast is None:
-                yield replace(self, settings=replace(self.settings, autocast=dtype)), name
+    def settings_at(self, autocast: str) -> Settings:
+        """The settings at a precision, as a plan names it; empty for the user's own."""
+        return replace(self.settings, autocast=getattr(torch, autocast)) if autocast else self.settings
 
     @property
     def roots(self) -> list[torch.nn.Module]:
         """The model, and the loss if it is a module."""
         return modules_behind(self.model, self.loss_fn)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All modules of these, each once."""
+        return modules_of(*self.roots)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of all modules."""
+        return [buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None]
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether some of it was compiled by ``torch.jit``, in the way of which modes that see operations would be."""
+        return any(map(is_scripted, self.modules))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it has recurrent layers, whose kernels keep for the backward what fake tensors do not know."""
+        return any(isinstance(module, torch.nn.RNNBase) for module in self.modules)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The positions of the parameters that may get a gradient."""
+        own = None if self.settings.inputs is None else {id(tensor) for tensor in self.settings.inputs}
+        return [i for i, p in enumerate(self.parameters) if p.requires_grad and (own is None or id(p) in own)]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -222,16 +245,10 @@ class Subject:
                 if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters()):
                     raise sparse_error(f"{name or type(module).__name__}, with sparse=True,")
 
-    def gradient_bytes(self, positions: Iterable[int]) -> int:
-        """The bytes of the gradients of some parameters."""
-        parameters = self.parameters
-        return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
-
     @property
     def tensors_held(self) -> list[torch.Tensor]:
         """Parameters, gradients, buffers and optimizer state."""
-        tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None)]
-        tensors += [buffer for root in self.roots for buffer in root.buffers()]
+        tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None), *self.buffers]
         return tensors + [state for one in self.optimizers for state in state_tensors(one)]
 
     @property

@@ -64,8 +64,6 @@ class _Growth(TypedDict):
     seen: tuple[_Whole, _Whole, _Whole] | None
     quiet: _Whole
     most: _Whole | None
-    wait: int
-    waited: _Many
 
 
 class _Watched(TypedDict):

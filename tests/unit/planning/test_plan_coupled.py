@@ -175,7 +175,7 @@ def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
         resolved = step._subject(Splittable([batch]))
         planner = Planner(resolved, target, patience=0.3)
         plan = planner.plan(budget)
-        (search,) = planner._searches
+        search = planner._search
         assert isinstance(search, CoupledSearch)
         grid = [search.row_of(one, kept) for one in search._few() for kept in range(len(one.parts) + 1)]
         fitting = [row for row in grid if row.peak_bytes <= budget]
@@ -294,7 +294,7 @@ def test_bytes_of_many_micro_batches_follow_from_a_pass_of_few() -> None:
     subject = subject_of("clip_with_dropout")
     batch = subject.batch(ROWS)
     planner = Planner(subject.step()._subject(Splittable([batch])), Target("cpu", "cpu", 0, True))
-    (search,) = planner._searches
+    search = planner._search
     assert isinstance(search, CoupledSearch)
     search.look_within(2**40, 2**40)
     splitting = next(one for one in search.splittings if len(one.parts) == 8)

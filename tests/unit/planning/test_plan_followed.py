@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.planning.blocks import blocks_of
+from anybatch.planning.stepmemory import timelines
+from anybatch.records.memory import ACTIVATIONS
 
 
 def model_of(layers: int = 4) -> nn.Module:
@@ -34,6 +36,28 @@ def test_a_plan_in_lower_precision_is_followed_in_it() -> None:
     out = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)(BATCH)
     assert out.plan is plan
     assert out.micro_batches == lower.micro_batches
+
+
+def test_what_it_holds_over_time_is_shown_in_that_precision() -> None:
+    model = model_of()
+    plan = anybatch.plan(model, loss_fn, BATCH, memory="1MiB")
+    lower = dataclasses.replace(plan, chosen=dataclasses.replace(plan.chosen, autocast="bfloat16"))
+    own, low = (timelines(one, model, loss_fn, BATCH)["before: the whole batch at once"] for one in (plan, lower))
+    assert low.layers[ACTIVATIONS] != own.layers[ACTIVATIONS]
+
+
+@pytest.mark.parametrize("kind", ["offload", "recompute"])
+def test_the_blocks_of_a_plan_are_blocks_of_the_model(kind: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(4)))
+    one = torch.zeros(1, 4096, 32)
+    options: dict[str, Any] = {"device": "24GiB", "allow": (kind,)}
+    least = anybatch.plan(model, loss_fn, one, memory="1GiB", **options).smallest_bytes
+    found = anybatch.plan(model, loss_fn, one, memory=least, **options)
+    names = getattr(found, kind)
+    assert names
+    blocks = {str(index) for index in range(len(model))}
+    runs = {f"{first}:{end}" for first in range(4) for end in range(first + 2, 5)}
+    assert set(names) <= blocks | (runs if kind == "recompute" else set())
 
 
 def test_a_scheduler_that_was_made_later_changes_nothing() -> None:

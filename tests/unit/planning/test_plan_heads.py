@@ -1,7 +1,6 @@
 """A loss in chunks over a large head is among the ways that are looked at, also where all fits without."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.planning import planner as planners
+from anybatch.planning.search import Search
 from anybatch.records.plans import PlanRow
 
 
@@ -29,13 +28,13 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, classes: int, **options: Any) -> 
     """The numbers of chunks among all ways, with memory for the whole batch."""
     model, batch = case_of(classes)
     found: list[PlanRow] = []
-    rows_of: Callable[[Any], list[PlanRow]] = planners.Planner._rows
+    rows_of = Search.rows
 
-    def rows(self: Any) -> list[PlanRow]:
-        found[:] = rows_of(self)
+    def rows(self: Search, budget: int) -> list[PlanRow]:
+        found[:] = rows_of(self, budget)
         return found
 
-    monkeypatch.setattr(planners.Planner, "_rows", rows)
+    monkeypatch.setattr(Search, "rows", rows)
     plan = anybatch.plan(model, loss_fn, batch, memory="1GiB", **options)
     assert plan.whole_bytes < 2**30
     return {row.loss_chunks for row in found}

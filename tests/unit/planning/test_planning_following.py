@@ -157,7 +157,7 @@ def test_a_smaller_plan_with_larger_micro_batches_survives_a_resume() -> None:
     follower._first = first
     follower._take(first)
     follower._planner = Stub(32, like(first, 16, 2, 500, ("blocks.0",)))
-    follower._splittable = Splittable([points(32)])
+    follower.prepare(Splittable([points(32)]), lambda: None)
     step._limit.shrink(8)
     follower.release()
     again = anybatch.TrainStep(model, square, sgd(model), memory=2**30)

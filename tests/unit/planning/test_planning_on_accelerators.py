@@ -124,3 +124,31 @@ def test_the_first_batch_under_fsdp2_is_no_thousands_of_micro_batches(monkeypatc
         follower.prepare(Splittable([torch.randn(8192, 4)]), lambda: None)
         sizes.append(follower.limit.value)
     assert sizes == [2, 128]
+
+
+def test_sizes_under_fsdp2_grow_back_a_quiet_while_after_memory_ran_out() -> None:
+    """By the rule that all sizes have: the next growth waits twice as long if the last one ran out of memory."""
+    model = torch.nn.Linear(4, 4)
+    step = anybatch.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
+    follower = Observing(step._subject, memory="1GiB")
+
+    def next_size() -> float | None:
+        follower.prepare(Splittable([torch.randn(64, 4)]), lambda: None)
+        with follower.confirmed(torch.device("cpu")):
+            size = follower.limit.value
+        follower.limit.resolve(64)
+        return size
+
+    def quiet_after_memory_ran_out() -> int:
+        follower.limit.shrink(64)
+        return next(number for number in range(200) if next_size() == 64)
+
+    assert [next_size() for _ in range(6)][-1] == 64
+    first = quiet_after_memory_ran_out()
+    assert 20 <= first <= 40
+    assert first < quiet_after_memory_ran_out() <= 2 * first + 8
+    state = follower.state_dict()
+    follower.limit.shrink(64)
+    assert next_size() == 32
+    follower.load_state_dict(state)
+    assert next_size() == 64
