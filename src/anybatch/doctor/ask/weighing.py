@@ -7,7 +7,7 @@ import linecache
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -528,14 +528,10 @@ def _is_masked(operation: Operation, step: Step) -> bool:
 def _is_all(step: Step, made: Slot) -> bool:
     """Whether nothing of the parameters reaches the loss but through a tensor, or what that one is made of."""
     source = made
-    for one in reversed(step.tape.operations):
-        if source in one.outs and one.kind in _THROUGH:
-            source = next(iter(one.given), source)
-    needed = {step.loss.slot}
-    for one in reversed(step.operations):
-        if needed & (set(one.outs) - {source}):
-            needed |= set(one.given)
-    return not needed & step.parameters.keys()
+    for one in takewhile(lambda one: one.kind in _THROUGH, step.path(made)):
+        source = next(iter(one.given), source)
+    makers = [one for one in step.operations if source in one.outs]
+    return not slots_of(step.tape, step.loss, but=makers) & step.parameters.keys()
 
 
 def _is_probability(step: Step, slot: Slot, *names: str) -> bool:
