@@ -109,7 +109,7 @@ def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if (mark := request.node.get_closest_marker("asks")) is None:
         monkeypatch.setattr("anybatch.doctor.recorder._answers", lambda *_, **more: ())
     elif not mark.args:
-        monkeypatch.setattr("anybatch.doctor.ask.asking.OF_A_STEP", OF_A_STEP[:-3])
+        monkeypatch.setattr("anybatch.doctor.ask.asking.OF_A_STEP", OF_A_STEP[:-2])
 
 
 @pytest.fixture(autouse=True)

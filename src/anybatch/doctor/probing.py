@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import ignoring, leaks, straightness
-from anybatch.doctor.ask.asking import asked
+from anybatch.doctor.ask import leaks, straightness, training
+from anybatch.doctor.ask.asking import answers, asked, single
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
@@ -15,6 +15,16 @@ from anybatch.records.runs import Run
 _MOST_ROOTS = 4
 _MOST_BYTES = 16 * 2**20  # of an input, of which questions are asked
 _log = logging.getLogger(__name__)
+_PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
+    ("batch", leaks.mixing),
+    ("time", leaks.leaking),
+    ("input", leaks.ignored),
+    ("padding read", leaks.padding_read),
+    ("modes", leaks.random_in_evaluation),
+    ("evaluated scores", leaks.squashed_in_evaluation),
+    ("straight", straightness.straight),
+]
+"""Each a name and a function of the copy, the run, the number of the root and the recorder."""
 
 
 def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> list[Probed]:
@@ -51,39 +61,19 @@ def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:
 def _of_root(
     doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, until: float
 ) -> list[Probed]:
-    probes: list[tuple[str, Any]] = [
-        ("batch", leaks.mixing),
-        ("time", leaks.leaking),
-        ("input", ignoring.ignored),
-        ("padding read", ignoring.padding_read),
-        ("modes", ignoring.random_in_evaluation),
-        ("evaluated scores", ignoring.squashed_in_evaluation),
-        ("straight", straightness.straight),
-    ]
-    of_training: list[tuple[str, Any]] = []
-    if active:
-        from anybatch.doctor.ask import training
-
-        of_training = training.PROBES
+    of_training = training.PROBES if active else []
     try:
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:
-        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in [*probes, *of_training]]
+        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in [*_PROBES, *of_training]]
+
+    def put(questions: list[tuple[str, Callable[..., Probed]]]) -> list[Probed]:
+        given = trial, run, root, doctor
+        return [
+            one for name, question in questions for one in answers(name, until, single, question, *given, root=root)
+        ]
+
     whole, trial.inputs = trial.inputs, trial.within(_MOST_BYTES)
-    found = [_answer(name, probe, trial, run, root, doctor) for name, probe in probes]
+    found = put(_PROBES)
     trial.inputs = whole  # the targets of the loss have all rows
-    return found + [_answer(name, probe, trial, run, root, doctor) for name, probe in of_training]
-
-
-def _answer(name: str, probe: Any, trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """One answer; a question that fails leaves the others theirs."""
-    try:
-        answer: Probed = probe(trial, run, root, doctor)
-    except Unknown as reason:
-        return Probed(probe=name, root=root, detail=str(reason))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - a question must never end the script otherwise than it ended
-        _log.warning("the probe %s failed: %s: %s", name, type(error).__name__, error)
-        return Probed(probe=name, root=root, detail=f"{type(error).__name__}: {error}"[:300])
-    return answer
+    return found + put(of_training)

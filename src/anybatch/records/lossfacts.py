@@ -105,7 +105,7 @@ class Probed(Placed):
 
     # ``"batch"`` (do samples of a batch mix?), ``"time"`` (does an output depend on later inputs?), ``"input"`` (does
     # the output depend on the input at all?), ``"modes"`` (do two evaluations differ?), or one of the probes that
-    # train: ``"prior"``, ``"one batch"``, ``"zeroed input"``
+    # train: ``"prior"``, ``"one batch"``
     probe: str
     root: int = 0  # the number of the root
     answer: str = "unknown"  # ``"yes"``, ``"no"`` or ``"unknown"``

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_question_that_leaves_the_script_leaves_the_others_theirs(monkeypatch:
     def leaves(kept: Any, run: Any) -> Any:
         sys.exit(3)
 
-    monkeypatch.setattr(asking, "OBSERVED", (leaves, *asking.OBSERVED))
+    monkeypatch.setattr(asking, "OF_A_RUN", (SimpleNamespace(about_leaves=leaves), *asking.OF_A_RUN))
     assert [one.detail for one in asked(trains, "leaves")] == ["SystemExit: 3"]
     assert asked(trains, "related")
 

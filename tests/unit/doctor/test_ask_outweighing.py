@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask import outweighing
+from anybatch.doctor.ask import fitting
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -72,7 +72,7 @@ def test_a_term_that_is_no_less_by_itself_was_not_outweighed(
     def learned(step: Any, part: Any, *_: Any) -> float | None:
         return None if part.slot == step.loss.slot else times * float(step.values[part.slot].detach().sum())
 
-    monkeypatch.setattr(outweighing, "_learned", learned)
+    monkeypatch.setattr(fitting, "_learned", learned)
     assert answer(lambda: trained(Latent(), of_images, weighed(100.0)), "outweighed") == expected
 
 
@@ -259,8 +259,8 @@ class Apart(nn.Module):
 
 
 def test_a_term_is_not_outweighed_by_one_that_trains_another_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outweighing, "_is_nothing", lambda *_: True)
-    monkeypatch.setattr(outweighing, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
+    monkeypatch.setattr(fitting, "_is_nothing", lambda *_: True)
+    monkeypatch.setattr(fitting, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(32, 24), torch.randn(32, 3)
@@ -276,8 +276,8 @@ def test_a_term_is_not_outweighed_by_one_that_trains_another_net(monkeypatch: py
 def test_a_term_beside_one_that_is_weighed_with_rewards_is_not_said_to_be_outweighed(
     is_reward: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outweighing, "_is_nothing", lambda *_: True)
-    monkeypatch.setattr(outweighing, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
+    monkeypatch.setattr(fitting, "_is_nothing", lambda *_: True)
+    monkeypatch.setattr(fitting, "_learned", lambda step, part, *_: None if part.slot == step.loss.slot else -1.0)
 
     def of_rewards(made: Any, x: torch.Tensor) -> torch.Tensor:
         advantage = -x[:, 0]

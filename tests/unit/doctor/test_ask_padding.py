@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from anybatch.doctor.ask.ignoring import padding_read
+from anybatch.doctor.ask.leaks import padding_read
 from anybatch.doctor.ask.trials import Trial, Unknown
 from anybatch.records.runs import Run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.ask.redrawn import about_redrawn
+from anybatch.doctor.ask.copies import about_redrawn
 from anybatch.doctor.samples.redraws import Redraws
 
 Writes = Callable[[nn.Linear, int], object]

@@ -275,7 +275,7 @@ def test_a_penalty_beside_the_backward_of_a_loss_that_a_function_computes_is_tol
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen.append(float(penalty))
+        seen.append(penalty.item())
 
     def script() -> None:
         optimizer = torch.optim.Adam(net.parameters())

@@ -41,7 +41,7 @@ def asked(train: Callable[[], None], probe: str) -> list[Probed]:
 TRAINING = {
     "rate": "anybatch.doctor.ask.fitting.other_rate",
     "related": "anybatch.doctor.ask.relating.related",
-    "labels": "anybatch.doctor.ask.labels.unrelated",
+    "labels": "anybatch.doctor.ask.training.unrelated",
 }
 
 

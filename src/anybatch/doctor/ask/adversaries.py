@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.steps import DISTANCES, replayed
+from anybatch.doctor.ask.steps import DISTANCES, following, replayed
 from anybatch.doctor.ask.tape import Operation, Replay, Slot, Tape
-from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -29,13 +29,13 @@ _DISCOUNTED = re.compile(r"gamma\s*\*|\*\s*(\w+\.)?gamma|discount|\brewards?\b",
 Held = Mapping[int, torch.Tensor]
 
 
-def helped(kept: Kept) -> Iterator[Probed]:
+def about_helped(kept: Kept, _: Run) -> Iterator[Probed]:
     """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants.
 
     Both are asked with the parameters as they were at first, by their ``id``: what was generated is of then.
     """
     initial = kept.initial
-    some = [(number, tape) for number, tape in sorted(kept.tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
+    some = sorted(kept.tapes.items())[:_MOST_OPTIMIZERS]
     for (critic, of_critic), (generator, of_generator) in itertools.permutations(some, 2):
         # The loss of a critic may reach the generator, too, where what is generated was not detached.
         whole, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
@@ -47,7 +47,7 @@ def helped(kept: Kept) -> Iterator[Probed]:
                 yield _compared(of_critic, of_generator, own, initial, evidence)
             except Unknown as why:
                 if own == whole:  # else it may be the critic that is taken for a generator
-                    yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
+                    yield told("helped", answer="unknown", detail=str(why), **evidence)
 
 
 def _against_values(
@@ -63,8 +63,7 @@ def _against_values(
         _, slopes = _slopes(of_actor, calls, initial)
         loss = of_actor.losses[-1]
         wrong = bool(slopes) and all(one >= 0 for one in slopes) and any(slopes)
-        yield Probed(probe="small value", root=-1, answer="yes" if wrong else "no", file=loss.file, line=loss.line,
-                     evidence=evidence)  # fmt: skip
+        yield told("small value", loss, answer="yes" if wrong else "no", **evidence)
 
 
 def _trained(tape: Tape) -> set[int]:
@@ -86,7 +85,7 @@ def _compared(
     (made,), (done,) = _slopes(of_generator, judged, initial)
     others = {slot for slot, one in of_critic.parameters.items()
               if id(one) not in own and isinstance(one, torch.nn.Parameter)}  # fmt: skip
-    follows = _following(of_critic, others)
+    follows = following(of_critic.operations, others)
     kinds = [score in follows for _, score in calls]
     if not any(kinds):  # it was generated before the critic was called
         if any(one.shape != made.shape for one in looks):
@@ -99,8 +98,7 @@ def _compared(
         raise Unknown("what is generated was not told from what is given")
     wanted, real = max(generated, key=abs), max(given, key=abs)
     loss, helps = of_generator.losses[-1], _helps(done, wanted, real)
-    return Probed(probe="helped", root=-1, answer="yes" if helps else "no", file=loss.file, line=loss.line,
-                  evidence=evidence | {"of_critic": wanted, "of_generator": done})  # fmt: skip
+    return told("helped", loss, answer="yes" if helps else "no", of_critic=wanted, of_generator=done, **evidence)
 
 
 def _helps(done: float, wanted: float, real: float) -> bool:
@@ -136,18 +134,9 @@ def _calls(tape: Tape, own: Collection[int]) -> list[tuple[Slot, Slot]]:
     return list(zip(given, scores, strict=True))
 
 
-def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
-    """Some tensors, and what is made of them, whether with a graph or without one."""
-    found = set(some)
-    for operation in tape.operations:
-        if found & set(operation.given):
-            found |= set(operation.outs)
-    return found
-
-
-def opposed(kept: Kept, _: Run) -> Iterator[Probed]:
+def about_opposed(kept: Kept, _: Run) -> Iterator[Probed]:
     """For two optimizers: whether the loss of the first has a gradient in the nets of the second, against its loss."""
-    some = [(number, tape) for number, tape in sorted(kept.tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
+    some = sorted(kept.tapes.items())[:_MOST_OPTIMIZERS]
     for (first, before), (second, after) in itertools.permutations(some, 2):
         both = [*(_trained(before) & _trained(after) & after.trained)]
         if not both:
@@ -155,8 +144,8 @@ def opposed(kept: Kept, _: Run) -> Iterator[Probed]:
         with contextlib.suppress(Unknown):
             one, other = (_gradient(tape, both, kept.initial) for tape in (before, after))
             cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
-            yield Probed(probe="opposed", root=-1, answer="yes" if cosine < _AGAINST else "no",
-                         evidence={"first": first, "optimizer": second, "cosine": cosine})  # fmt: skip
+            answer = "yes" if cosine < _AGAINST else "no"
+            yield told("opposed", answer=answer, first=first, optimizer=second, cosine=cosine)
 
 
 def _gradient(tape: Tape, some: Collection[int], initial: Held) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from anybatch.doctor.ask.sampling import is_normal, spread
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot, rebuilt
+from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.doctor.samples.losscalls import ahead_of
 from anybatch.records.lossfacts import Probed
@@ -109,19 +109,9 @@ def class_weights(step: Step) -> Iterator[Probed]:
                           for one in ("weight", "target"))  # fmt: skip
         if weight is None or target is None or target.dtype != torch.int64:
             continue
-        weight, target = weight.detach().double().cpu(), target.cpu()
+        weight, target = weight.detach().cpu(), target.cpu()
         counts = torch.bincount(target[(target >= 0) & (target < len(weight))].flatten(), minlength=len(weight))
-        used = (counts > 0) & (weight > 0)
-        counts, weight = counts[used].double(), weight[used]
-        if len(counts) < 2 or counts.sum() < _ENOUGH or counts.max() < _RARE * counts.min():
-            continue
-        if weight.max() >= _HEAVY * weight.min() and _correlation(counts.log(), weight.log()) > _ALIKE:
-            most, least = int(counts.argmax()), int(counts.argmin())
-            yield said(
-                operation,
-                most_targets=float(counts[most]), most_weight=float(weight[most]),
-                least_targets=float(counts[least]), least_weight=float(weight[least]),
-            )  # fmt: skip
+        yield from _favoured(operation, counts, weight)
 
 
 @asks("positive weights")
@@ -130,17 +120,28 @@ def positive_weights(step: Step) -> Iterator[Probed]:
     for operation in step.used("binary_cross_entropy_with_logits"):
         weight = operation.kwargs.get("pos_weight")
         target = step.values[operation.given[1]].detach() if len(operation.given) > 1 else None
-        weight = step.values[weight].detach().double() if type(weight) is Slot else None
+        weight = step.values[weight].detach() if type(weight) is Slot else None
         if target is None or weight is None or weight.numel() > 1 or not bool(((target == 0) | (target == 1)).all()):
             continue
-        if target.numel() != len(target):
-            continue  # as of places in a few pictures, of which one may be full of what is rare
-        times, positive = float(weight), int(target.sum())
-        sides = sorted([(target.numel() - positive, 1.0), (positive, times)])  # the rarer one first
-        (least, light), (most, heavy) = sides
-        if target.numel() >= _ENOUGH and most >= _RARE * least > 0 and heavy >= _HEAVY * light:
-            seen: dict[str, Any] = {"most_targets": most, "most_weight": heavy, "least_targets": least}
-            yield said(operation, **seen, least_weight=light)
+        if target.numel() == len(target):  # not of places in a few pictures, of which one may be full of what is rare
+            positive = int(target.sum())
+            counts = torch.tensor([target.numel() - positive, positive])
+            yield from _favoured(operation, counts, torch.tensor([1.0, float(weight)]))
+
+
+def _favoured(operation: Operation, counts: torch.Tensor, weight: torch.Tensor) -> Iterator[Probed]:
+    """The most frequent of some classes and the rarest, where they weigh the more, the more targets they have."""
+    used = (counts > 0) & (weight > 0)
+    counts, weight = counts[used].double(), weight[used].double()
+    if len(counts) < 2 or counts.sum() < _ENOUGH or counts.max() < _RARE * counts.min():
+        return
+    if weight.max() >= _HEAVY * weight.min() and _correlation(counts.log(), weight.log()) > _ALIKE:
+        most, least = int(counts.argmax()), int(counts.argmin())
+        yield said(
+            operation,
+            most_targets=float(counts[most]), most_weight=float(weight[most]),
+            least_targets=float(counts[least]), least_weight=float(weight[least]),
+        )  # fmt: skip
 
 
 @asks("drawn targets", of_rows=False)
@@ -396,10 +397,7 @@ def _picked(step: Step, slot: Slot) -> tuple[int, torch.Tensor, bool] | None:
 def _numbers_of(step: Step, operation: Operation, source: torch.Tensor) -> torch.Tensor:
     """The numbers of the rows that an operation takes of a tensor."""
     numbers = torch.arange(len(source), device=source.device).reshape(-1, *[1] * (source.dim() - 1))
-    values = {**step.values, operation.given[0]: numbers.expand(source.shape)}
-    given = operation.args, operation.kwargs
-    args, kwargs = rebuilt(given, lambda one: values[one] if type(one) is Slot else one)
-    found: torch.Tensor = operation.func(*args, **kwargs)
+    found: torch.Tensor = operation.again({**step.values, operation.given[0]: numbers.expand(source.shape)})
     return found.flatten(1)[:, 0] if found.dim() > 1 else found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, said, slots_of
-from anybatch.doctor.ask.tape import Operation, Slot, rebuilt
+from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
@@ -124,8 +124,7 @@ def _is_crossed(layer: Operation, chain: list[Operation], step: Step, scores: Sl
     values = own.reshape([-1 if at == axis else 1 for at in range(made.dim())]).expand(made.shape).contiguous()
     for one in chain:
         if one.name not in _ALIKE:
-            args, kwargs = rebuilt((one.args, one.kwargs), lambda part: values if type(part) is Slot else part)  # noqa: B023
-            values = one.func(*args, **kwargs)
+            values = one.again(dict.fromkeys(one.given, values))
     found = [set(part.round().int().flatten().tolist()) for part in values.unbind(1)]
     return sum(map(len, found)) > len(set[int]().union(*found))
 

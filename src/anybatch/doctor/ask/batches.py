@@ -10,7 +10,7 @@ import torch
 from anybatch.doctor.ask.arguments import left_out
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES
-from anybatch.doctor.ask.trials import Unknown, tensors, told
+from anybatch.doctor.ask.trials import Line, Unknown, tensors, told
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -187,14 +187,11 @@ def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:
     if len(apart) < len(left):
         raise Unknown("a part of the batch is in an order of its own")
     code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
-    place: dict[str, Any] = {"file": getattr(code, "co_filename", ""), "line": getattr(code, "co_firstlineno", 0)}
-    name = getattr(collate, "__name__", type(collate).__name__)
+    place = Line(getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
     moved = sum(row != sample for row, sample in enumerate(orders[0]))
-    answer = "yes" if apart else "no"
-    return Probed(
-        probe="collate", root=-1, answer=answer, **place,
-        evidence={"collate": name, "samples": count, "moved": moved, "apart": max(apart, default=0)},
-    )  # fmt: skip
+    name = getattr(collate, "__name__", type(collate).__name__)
+    seen: dict[str, Any] = {"collate": name, "apart": max(apart, default=0)}
+    return told("collate", place, answer="yes" if apart else "no", samples=count, moved=moved, **seen)
 
 
 def _matches(whole: torch.Tensor, alone: list[torch.Tensor]) -> list[list[bool]]:

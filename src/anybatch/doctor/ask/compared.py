@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from anybatch.doctor.crashing.usercode import called
+
 _LABELS = re.compile(
     r"(?:^|[^a-z])(?:[a-z]*(?:label|target|truth)(?:s|_?(?:test|train|val|valid|all|true))*|gts?|tgts?|"
     r"ys?(?:_?(?:t|te|tr|test|train|val|valid|all|true|np|numpy))?)(?:[\])'\"]*$|_(?:test|train|val|valid|all|true|np)$)",
@@ -13,10 +15,10 @@ _LABELS = re.compile(
 _PARTS = re.compile(r"(tensors|(data|set)\w*\[\w+\])\[1\]$", re.I)  # of a data set, the second of each sample
 _OF_ALL = frozenset({"mean", "sum", "std", "var", "norm", "max", "min", "item", "len", "numel", "print"})
 _OF_NO_ROW = frozenset({"shape", "dtype", "device", "ndim"})
-_PUT = frozenset({"append", "extend"})
-_GROWS = frozenset({"cat", "concatenate", "hstack", "vstack"})
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef)
+PUT = frozenset({"append", "extend"})
+GROWS = frozenset({"cat", "concatenate", "hstack", "vstack"})
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SCOPES = (*FUNCTIONS, ast.ClassDef)
 
 
 def is_compared(tree: ast.Module, loop: ast.For | ast.ListComp, first: str) -> bool:
@@ -32,7 +34,7 @@ def is_compared(tree: ast.Module, loop: ast.For | ast.ListComp, first: str) -> b
         >>> [compares(one) for one in ("made.std()", "print(made, labels)", "made = net(x)\\nmade == y")]
         [False, False, False]
     """
-    scopes: list[Any] = [tree, *(one for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))]
+    scopes: list[Any] = [tree, *(one for one in ast.walk(tree) if isinstance(one, FUNCTIONS))]
     around = [one for one in scopes[1:] if one.lineno <= loop.lineno <= (one.end_lineno or 0)]
     scope = max(around, key=lambda one: one.lineno, default=tree)
     text = _Text(loop)
@@ -63,12 +65,13 @@ class _Text:
         names, kept = {first}, set[str]()
         for one in _statements(loop.body):
             for call in (each for part in _own(one) for each in ast.walk(part) if isinstance(each, ast.Call)):
-                if _last(call) in _PUT and isinstance(call.func, ast.Attribute) and self._any(call.args, names):
+                if called(call) in PUT and isinstance(call.func, ast.Attribute) and self._any(call.args, names):
                     kept.add(_root(call.func.value))
             if isinstance(one, ast.Assign) and self._rows(one.value, names):
-                grows = _last(one.value) in _GROWS
+                grows = called(one.value) in GROWS
+                own = {ast.unparse(each) for each in ast.walk(one.value) if isinstance(each, (ast.Name, ast.Attribute))}
                 kept |= {_root(each) for each in one.targets if isinstance(each, ast.Subscript) or
-                         (grows and _root(each) in _names(one.value))}  # fmt: skip
+                         (grows and _root(each) in own)}  # fmt: skip
             self._assign(one, names)
         return kept
 
@@ -99,7 +102,7 @@ class _Text:
             sides = [node.left, node.right]
         elif isinstance(node, ast.Subscript):
             sides = [node.value, node.slice]
-        elif isinstance(node, ast.Call) and _last(node) != "print":
+        elif isinstance(node, ast.Call) and called(node) != "print":
             method = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             sides = [*method, *node.args, *(one.value for one in node.keywords)]
         return self._any(sides, kept) and any(self._labels(one, kept, labels) for one in sides)
@@ -147,7 +150,8 @@ def _has_rows(node: ast.AST, is_source: Callable[[ast.AST], bool]) -> bool:
         return True
     if isinstance(node, ast.Attribute) and node.attr in _OF_NO_ROW:
         return False
-    if isinstance(node, ast.Call) and _last(node) in _OF_ALL and not any(_is_dim(one) for one in _given_to(node)):
+    given = [*node.args, *(one.value for one in node.keywords)] if isinstance(node, ast.Call) else []
+    if called(node) in _OF_ALL and not any(map(_is_dim, given)):
         return False
     return any(_has_rows(one, is_source) for one in ast.iter_child_nodes(node))
 
@@ -155,10 +159,6 @@ def _has_rows(node: ast.AST, is_source: Callable[[ast.AST], bool]) -> bool:
 def _is_dim(node: ast.expr) -> bool:
     """Whether an argument is a dim other than that of the rows."""
     return bool(re.fullmatch(r"-?\d+", text := ast.unparse(node))) and text != "0"
-
-
-def _given_to(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(one.value for one in call.keywords)]
 
 
 def _given(one: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
@@ -170,10 +170,10 @@ def _given(one: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
         yield one.target, one.value, isinstance(one, ast.AugAssign)
     elif isinstance(one, (ast.For, ast.AsyncFor)):
         target = one.target  # the number of a round has no rows
-        if isinstance(target, ast.Tuple) and _last(one.iter) == "enumerate":
+        if isinstance(target, ast.Tuple) and called(one.iter) == "enumerate":
             target = target.elts[-1]
         pairs = [(target, one.iter)]
-    elif isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and _last(one.value) in _PUT:
+    elif isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and called(one.value) in PUT:
         func = one.value.func
         yield from ((func.value, arg, True) for arg in one.value.args if isinstance(func, ast.Attribute))
     for target, value in pairs:
@@ -207,12 +207,3 @@ def _root(node: ast.expr) -> str:
     while isinstance(node, ast.Subscript):
         node = node.value
     return ast.unparse(node)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {ast.unparse(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
-
-
-def _last(node: ast.AST) -> str:
-    """The last part of the name that is called, empty if the node is no call."""
-    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""

@@ -1,22 +1,20 @@
-"""Nets that are copies of trained ones: do they ever change, do their buffers, and does evaluation change them?"""
+"""What nets were seen to be and to be given: copies that never change, buffers, inputs, weights that are drawn anew."""
 
 import contextlib
 import itertools
 import math
 import re
-import time
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-import torch.nn.functional as F
-
 from anybatch.doctor.ask.keeping import Kept, State
-from anybatch.doctor.ask.steps import replayed
+from anybatch.doctor.ask.steps import DISTANCES, Step, replayed, total
 from anybatch.doctor.ask.tape import Slot, Tape
-from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
+from anybatch.doctor.ask.trials import Line, Unknown, told
+from anybatch.doctor.samples.redraws import related
 from anybatch.records.events import Loaded
-from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
 
@@ -27,7 +25,6 @@ _WHOLE = 0.9999  # of a net: it was copied, and not averaged
 _LEAST_LOOKS = 4
 _BEHIND = 0.3  # of a step: an average with equal shares is one step behind
 _HALFWAY = 0.5  # of the way from the first weights of a net to its last
-_SECONDS = 2.0  # for one forward
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
@@ -51,11 +48,11 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         share = _share_taken(state, online) or _kept_up(run, state, online)
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
-        if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
+        if share is not None and share > _TOO_MUCH and not acts and not _learns(state):
             yield _of_copy("close copy", state, online, share=share)
-        if share is None and (slow := _still_at_first(kept, run, state, online)):
+        if share is None and (slow := _still_at_first(kept, state, online)):
             yield _of_copy("slow copy", state, online, steps=run.steps, **slow)
-        if state.modes == {False} and not _learns(kept, state):
+        if state.modes == {False} and not _learns(state):
             stale = _fresh_statistics(state, online)  # of one that had moved when it was first called
             if equal is not None:
                 stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
@@ -67,7 +64,7 @@ def _within(kept: Kept, run: Run, state: State) -> Iterator[Probed]:
     """Of a net that has both in it: a part that was a copy of another one, is used by its training and given else."""
     for copied, online in _twins(state):
         one, other = _part(state, copied), _part(state, online)
-        if not _moved(other) & other.weights or _learns(kept, one):
+        if not _moved(other) & other.weights or _learns(one):
             continue
         if not _moved(one) & one.weights:
             if _given_apart(kept, one, other):
@@ -80,8 +77,8 @@ def copies_of(kept: Kept) -> Iterator[tuple[State, State]]:
     """Nets without gradients of their own that have the parameters of one that is trained, each with that one."""
     states = list(kept.states.values())
     for state in states:
-        trained = (one for one in states if one is not state and _alike(one, state) and _learns(kept, one))
-        if not _learns(kept, state) and (online := next(trained, None)) is not None:
+        trained = (one for one in states if one is not state and _alike(one, state) and _learns(one))
+        if not _learns(state) and (online := next(trained, None)) is not None:
             yield state, online
 
 
@@ -121,7 +118,7 @@ def _parameters(state: State) -> dict[str, Any]:
     return dict(part.named_parameters()) if part is not None else {}
 
 
-def _learns(kept: Kept, state: State) -> bool:
+def _learns(state: State) -> bool:
     """Whether a net gets gradients of its own."""
     return any(one.requires_grad and one.grad is not None for one in _parameters(state).values())
 
@@ -194,13 +191,13 @@ def _kept_up(run: Run, state: State, online: State) -> float | None:
     return 1 - max(behind) / step if is_near else None
 
 
-def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[str, float]:
+def _still_at_first(kept: Kept, state: State, online: State) -> dict[str, float]:
     """How far a copy that is only evaluated came on the way of a net, where its loss shows that this was too little.
 
     Where a net that makes targets moves as slowly, it is called in each step.
     """
     called = sorted(state.inputs)
-    if state.within or any(later - step < 2 for step, later in itertools.pairwise(called)) or _learns(kept, state):
+    if state.within or any(later - step < 2 for step, later in itertools.pairwise(called)) or _learns(state):
         return {}
     names = {name for name in state.weights if all(len(one.get(name, ())) == 2 for one in (online.values, online.last))}
     went, whole = (
@@ -209,59 +206,38 @@ def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[s
     )
     if not 0 < went < _HALFWAY * whole:
         return {}
-    losses = [_loss_of(kept, one, online.root) for one in (state, online)]
-    values = [one.value for one in run.of(LossCall) if one.root == online.root and one.value is not None]
-    if not values or any(map(math.isnan, losses)):
-        losses, values = _losses_of_step(kept, state, online)
-    if not values or not max(2 * losses[1], values[0] / 2) < losses[0] < math.inf:
+    losses = _losses_of_step(kept, state, online)
+    if not losses or not max(2 * losses[1], losses[2] / 2) < losses[0] < math.inf:
         return {}
     return {"way": went / whole, "loss": losses[0], "online_loss": losses[1]}
 
 
-def _loss_of(kept: Kept, state: State, root: int) -> float:
-    """The loss of a net for a batch that was kept of the training of a root; NaN where it can't be told."""
-    for first, name, given in kept.batches.get(root, [])[-1:]:
-        options = {key: value for key, value in given.items() if key not in ("shape", "shares")}
-        try:
-            trial = Trial(state.module(), (first,), {}, time.perf_counter() + _SECONDS)
-            made = [one for one in tensors(trial.forward(trial.inputs)) if one.shape == given["shape"]]
-        except Unknown:
-            break
-        if len(made) == 1:
-            return float(getattr(F, name)(made[0], **options).mean())
-    return math.nan
-
-
-def _losses_of_step(kept: Kept, state: State, online: State) -> tuple[list[float], list[float]]:
-    """The loss of the last step that was written down of a net with a copy's weights and its own, and its first ones.
-
-    For a loss that is no function of torch.
-    """
+def _losses_of_step(kept: Kept, state: State, online: State) -> list[float]:
+    """The loss of the last step that was written down of a net with a copy's weights, its own, and its first ones."""
     names = {id(one): name for name, one in _parameters(online).items()}
     own = {name: one.detach().clone().requires_grad_() for name, one in _parameters(state).items()}
     for tape in kept.tapes.values():
         held = {slot: own[names[id(one)]] for slot, one in tape.parameters.items() if names.get(id(one)) in own}
-        if held and tape.losses:
+        if held:
             with contextlib.suppress(Unknown):
-                runs = [replayed(tape, tape.losses[-1], held=each) for each in (held, {}, kept.first_of(tape))]
-                found = [float(each.values[tape.losses[-1].slot].detach().sum()) for each in runs]
-                return found[:2], found[2:]
-    return [], []
+                weights: list[Any] = [held, {}, kept.first_of(tape)]
+                return [total(replayed(tape, tape.losses[-1], held=one), tape.losses[-1]) for one in weights]
+    return []
 
 
 def _trained_as(kept: Kept, run: Run, root: int) -> int:
     """A root, or the one that was trained, where it is a new net that was only given a whole state in the end."""
     state = next((one for one in kept.states.values() if one.root == root and not one.name), None)
     loads = any(one.into == "module" and one.matched == one.of > 0 for one in run.of(Loaded))
-    if state is None or state.modes != {False} or (root, True) in kept.given or not loads or _learns(kept, state):
+    if state is None or state.modes != {False} or (root, True) in kept.given or not loads or _learns(state):
         return root
     trained = (one for one in kept.states.values() if True in one.modes and one.steps < state.steps == run.steps)
     return next((one.root for one in trained if not one.name and _alike(one, state)), root)
 
 
 def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:
-    found = told(probe, root=state.root, online=online.root, online_module=online.name, **seen)
-    return replace(found, module=state.name)
+    place = Line(module=state.name)
+    return told(probe, place, root=state.root, online=online.root, online_module=online.name, **seen)
 
 
 def _moved(state: State) -> set[str]:
@@ -302,9 +278,7 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         both = [name for name in names if name in kept.written[root, True] and not _CACHE.search(name)]
         if both:
-            file, line = names[both[0]]
-            yield Probed(probe="written in evaluation", root=root, answer="yes", file=file, line=line,
-                         evidence={"names": both[:6], "count": len(both)})  # fmt: skip
+            yield told("written in evaluation", Line(*names[both[0]]), root=root, names=both[:6], count=len(both))
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -338,3 +312,69 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
             seen = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}
             seen |= {"mean_evaluated": first.mean, "std_evaluated": first.std}
             yield told("evaluated inputs", first, root=root, **seen)
+
+
+_PICKING = frozenset({"gather", "take_along_dim", "__getitem__"})
+_SHAPING = frozenset({"squeeze", "view", "reshape", "flatten", "__getitem__", "unsqueeze"})
+_COMPARING = DISTANCES | {"sub", "rsub"}
+_INTEGERS = ("torch.int64", "torch.int32")
+
+
+def about_states(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a net whose outputs actions pick, and its copy, are given the same in all steps that were looked at.
+
+    An environment that gives its own array, and writes to it, changes what a replay buffer has stored: the states of
+    transitions are those that come after them then.
+    """
+    tape = next(iter(kept.tapes.values()), None)
+    try:
+        if tape is None or not _picks_actions(Step(tape, -1, kept, run, {}, 0.0)):
+            return
+    except Unknown:
+        return
+    for state, online in copies_of(kept):
+        both = [(mine, {one for one in theirs if one[0] in {shape for shape, _ in mine}})
+                for step, mine in state.inputs.items() if (theirs := online.inputs.get(step))]  # fmt: skip
+        if len(both) < _LEAST_LOOKS:
+            continue
+        same = all(len(mine) == 1 and mine == theirs for mine, theirs in both)  # what acts is given one row beside
+        same &= len({one for mine, _ in both for one in mine}) > 1
+        yield told("unmoved", tape.losses[-1], answer="yes" if same else "no", steps=len(both))
+
+
+def _picks_actions(step: Step) -> bool:
+    """Whether values that a layer gives are picked by whole numbers from outside, and compared with a target.
+
+    What is picked of the logarithms of probabilities, as by PPO or DPO, is compared with that of a copy for good.
+    """
+    step.require_rows()
+    leaves, values = step.leaves.items(), step.values
+    whole = {slot for slot, one in leaves if str(one.dtype) in _INTEGERS and one.shape[:1] == (step.rows,)}
+    layers, picked = set[Slot](), set[Slot]()
+    for one in step.operations:
+        given = one.given
+        picks = one.name in _PICKING and bool(given) and given[0] in layers and bool(whole & set(given))
+        if picks or (picked & set(given) and one.name in _SHAPING):
+            picked |= set(one.outs)
+        elif picked & set(given):
+            return one.kind in _COMPARING and any(not values[slot].requires_grad for slot in given)
+        if whole & set(given) and not any(values[slot].requires_grad for slot in given):
+            whole |= set(one.outs)
+        if set(given) & step.parameters.keys() and one.grad:
+            layers |= set(one.outs)
+    return False
+
+
+_LEAST_DRAWN, _RARE = 3, 5
+"""The least times, and the least steps between them: small weights at a high rate become others in one step."""
+
+
+def about_redrawn(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether weights become others between two steps of one optimizer, which were never there before."""
+    for number, one in kept.redraws.optimizers.items():
+        steps, came = [step for step, _ in one.drawn], [values for _, values in one.drawn]
+        put_back = any(related(old, new) for place, new in enumerate(came) for old in came[:place])
+        is_rare = all(later - earlier >= _RARE for earlier, later in pairwise(steps))
+        if len(steps) >= _LEAST_DRAWN and is_rare and not put_back:
+            every = (steps[-1] - steps[0]) // (len(steps) - 1)
+            yield told("redrawn", optimizer=number, times=len(steps), every=every)

@@ -50,7 +50,7 @@ def differing(cls: Any, given: Given, needs: Sequence[bool]) -> tuple[str, dict[
             return ("yes", {"kind": "inverted"}) if is_inverted else ("no", {})
         slopes = _slopes(cls, given, needs, weights)
         twice = _slopes(cls, given, needs, [2 * one for one in weights])
-        if any(not _near(2 * one, two) for one, two in zip(slopes.values(), twice.values(), strict=True)):
+        if any(not near(2 * one, two) for one, two in zip(slopes.values(), twice.values(), strict=True)):
             return "no", {}  # it clips, or draws random numbers
         found = None
         for place, slope in slopes.items():
@@ -83,8 +83,9 @@ def _slopes(cls: Any, given: Given, needs: Sequence[bool], weights: list[torch.T
     return {place: one for place, one in zip(places, found, strict=True) if one is not None}
 
 
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return float((one - other).abs().max()) <= 1e-6 * float(one.abs().max())
+def near(one: torch.Tensor, other: torch.Tensor, within: float = 1e-6) -> bool:
+    """Whether no entries differ by more than a part of the largest one."""
+    return float((one - other).abs().max()) <= within * float(one.abs().max())
 
 
 def _is_flat(cls: Any, given: Given, place: int, outputs: list[torch.Tensor], *, is_needed: bool) -> bool:

@@ -6,16 +6,15 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.differences import differing
+from anybatch.doctor.ask.differences import differing, near
 from anybatch.doctor.ask.keeping import Function, Kept
 from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, replayed, said, slots_of
-from anybatch.doctor.ask.tape import Loss, Operation, Slot, rebuilt, slots
-from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
+from anybatch.doctor.ask.tape import Loss, Operation, Slot, slots
+from anybatch.doctor.ask.trials import FAILURES, Line, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.tensors.randomness import seed
@@ -27,7 +26,7 @@ _LEAST_CUTS = 3
 _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
-_CLOSE = 1e-4
+_CLOSE, _SAME = 1e-4, 1e-5
 _MOST_ENTRIES, _LITTLE = 64, 0.05  # of a row, and of the logarithm of a volume
 _OFF = 0.2  # of the deviation of that over rows
 _MOVING = frozenset({"add", "sub", "addcmul", "addcdiv", "subtract"})
@@ -37,54 +36,39 @@ _SUMS = frozenset({"add", "sub", "rsub", "subtract", *DISTANCES})
 def about_functions(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a backward gives the opposite for the opposite of what comes in, and what differences say."""
     for one in kept.functions:
-        answer, why = _asked(one)
+        answer, why, keeps_sign = _asked(one)
         seen: dict[str, Any] = {"cls": one.cls.__name__}
         if answer == "no" and one.given:
             answer, more = differing(one.cls, one.given, one.context.needs_input_grad)
             seen |= more
-        if answer == "no" and _REVERSING.search(one.cls.__name__) and _keeps_sign(one):
+        if answer == "no" and _REVERSING.search(one.cls.__name__) and keeps_sign:
             answer, seen = "yes", seen | {"kind": "not reversed"}
-        found = told("function gradient", answer=answer, detail=why, **seen)
-        file, line = _line(one.cls)
-        yield replace(found, file=file, line=line)
+        yield told("function gradient", _line(one.cls), answer=answer, detail=why, **seen)
 
 
-def _asked(one: Function) -> tuple[str, str]:
+def _asked(one: Function) -> tuple[str, str, bool]:
+    """The answer, why, and whether the backward gives a positive multiple of what comes in, as no reversal does."""
     seed(0)
     given = [torch.randn(shape, dtype=one.dtype) * 0.01 for shape in one.shapes]
     try:
         with torch.no_grad():
             found = [tensors(one.cls.backward(one.context, *[f * g for g in given])) for f in (1, 2, -1)]
     except FAILURES as error:
-        return "unknown", f"{type(error).__name__}: {error}"[:200]
+        return "unknown", f"{type(error).__name__}: {error}"[:200], False
     pairs = [(a, b, c) for a, b, c in zip(*found, strict=False) if a.numel() and bool(a.count_nonzero())]
-    if any(_close(a, c) for a, _, c in pairs):
-        same = any(_close(a, b) for a, b, _ in pairs)
-        return "yes", "twice the gradient and minus the gradient give the same" if same else "minus gives the same"
-    return "no", ""
+    if any(near(a, c, _SAME) for a, _, c in pairs):
+        same = any(near(a, b, _SAME) for a, b, _ in pairs)
+        why = "twice the gradient and minus the gradient give the same" if same else "minus gives the same"
+        return "yes", why, False
+    alike = [(a, b) for a, b in zip(given, found[0], strict=False) if a.shape == b.shape and bool(b.any())]
+    return "no", "", bool(alike) and all(near(a / a.norm(), b / b.norm(), _SAME) for a, b in alike)
 
 
-def _keeps_sign(function: Function) -> bool:
-    """Whether what is named after a reversal gives a positive multiple of the gradient that comes in."""
-    coming = [torch.randn(shape, dtype=function.dtype) for shape in function.shapes]
+def _line(cls: Any) -> Line:
     try:
-        with torch.no_grad():
-            found = tensors(function.cls.backward(function.context, *coming))
-    except FAILURES:
-        return False
-    pairs = [(a, b) for a, b in zip(coming, found, strict=False) if a.shape == b.shape and bool(b.any())]
-    return bool(pairs) and all(_close(a / a.norm(), b / b.norm()) for a, b in pairs)
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
-
-
-def _line(cls: Any) -> tuple[str, int]:
-    try:
-        return inspect.getsourcefile(cls.backward) or "", inspect.getsourcelines(cls.backward)[1] + 1
+        return Line(inspect.getsourcefile(cls.backward) or "", inspect.getsourcelines(cls.backward)[1] + 1)
     except (OSError, TypeError):
-        return "", 0
+        return Line()
 
 
 @asks("flat")
@@ -124,9 +108,8 @@ def _is_constant(step: Step, one: Operation) -> bool:
     noise, others = torch.randn_like(given) * (1 + given.abs()), dict(step.values)
     for far in _FAR:
         others[one.given[0]] = given + far * noise
-        args, kwargs = rebuilt((one.args, one.kwargs), lambda leaf: others[leaf] if type(leaf) is Slot else leaf)
         with torch.no_grad():
-            if not torch.equal(one.func(*args, **kwargs), own):
+            if not torch.equal(one.again(others), own):
                 return False
     return True
 
@@ -361,7 +344,7 @@ def passed(step: Step) -> Iterator[Probed]:
     values, needed, of = step.values, step.needed, _parameters_of(step)
     latent = _latent(step, of)
     made = values[latent]
-    operation = next(one for one in step.tape.operations if latent in one.outs)
+    operation = next(step.path(latent))
     for given in (one for one in values if one in needed and not of.get(one) and values[one].shape == made.shape):
         same = (made == values[given]).all(0)
         layers = [slot for slot in needed if of.get(slot) and of[slot] < of[latent] and values[slot].shape
@@ -381,7 +364,7 @@ def turned_volume(step: Step) -> Iterator[Probed]:
     rest, constant = float(values[step.loss.slot].sum()) / factor - float(own.pow(2).sum()) / 2, math.log(math.tau) / 2
     off = min((abs(rest - known - stretch), known) for known in (0.0, constant * own.numel()))
     wrong = abs(stretch) > _LITTLE * len(own) and off[0] < _LITTLE * abs(stretch)
-    place = next(one for one in reversed(step.operations) if step.loss.slot in one.outs)
+    place = next(step.path(step.loss.slot))
     yield said(place, answer="yes" if wrong else "no", loss=factor * (rest + float(own.pow(2).sum()) / 2),
                turned=factor * (float(own.pow(2).sum()) / 2 + off[1] - stretch))  # fmt: skip
 
@@ -411,8 +394,7 @@ def false_volume(step: Step) -> Iterator[Probed]:
         raise Unknown("nothing is added to each row of a normal density, or the map stretches all alike")
     off, claimed, slot = min((float((one - stretched).std() / stretched.std()), float(one.mean()), slot)
                              for one, slot in claims)  # fmt: skip
-    place = next(one for one in step.operations if slot in one.outs)
-    yield said(place, answer="yes" if off > _OFF else "no", off=off, claimed=claimed,
+    yield said(next(step.path(slot)), answer="yes" if off > _OFF else "no", off=off, claimed=claimed,
                stretched=float(stretched.mean()))  # fmt: skip
 
 

@@ -5,17 +5,18 @@ may be the same whatever the net says, and has no gradient.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
-from anybatch.doctor.ask.steps import Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.steps import Step, asks, said, slots_of, total
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
+from anybatch.tensors.randomness import seed
 
 _MOST_MADE = 4
 _LEAST_ROWS = 8
@@ -124,11 +125,8 @@ def _falls(step: Step, index: int, target: torch.Tensor) -> tuple[int, list[floa
     losses = list[float]()
     mean = target.mean()
     for given in (target, target.roll(1, 0), 2 * mean - target, 3 * mean - 2 * target):
-        other = step.tape.changed([*step.tape.operations])
-        made = replace(step.operations[index], name="roll", func=given.clone, args=(), kwargs={}, drawn=None)
-        other.operations[index] = made
-        value = replayed(other, step.loss).values[step.loss.slot].detach().double().sum()
-        losses.append(step.run.sign(step.optimizer) * float(value))
+        run = step.with_other(index, lambda *_, given=given, **__: given.clone())
+        losses.append(step.run.sign(step.optimizer) * total(run, step.loss))
     right, others, wrong, beyond = losses
     if not all(map(math.isfinite, losses)) or abs(right - wrong) < _NEARLY * max(map(abs, losses[:3])):
         return 0, losses
@@ -144,19 +142,10 @@ def worse_preferred(step: Step) -> Iterator[Probed]:
 
     As a weight does that is small where a model is wrong. One that is maximised pushes both away.
     """
-    for index, operation in enumerate(step.operations):
-        if operation.name not in _MARKED or not step.needed & set(operation.outs) or len(operation.given) < 2:
-            continue
-        scores, target = operation.given[:2]
-        marks = step.values[target].detach()
-        if not step.values[scores].requires_grad or not bool(((marks == 0) | (marks == 1)).all()):
-            continue
-        if step.values[scores].shape != marks.shape or operation.kwargs.get("reduction", "mean") != "none":
-            continue
-        signs = 2 * marks.double() - 1
-        made = next((at for at in reversed(range(index)) if scores in step.operations[at].outs), -1)
-        pushes = [_pushed(step, made, scores, _CLEAR * side * signs) for side in (-1, 1)] if made >= 0 else []
-        away = [float(((push * signs) > 0).double().mean()) for push in pushes if push is not None]
+    for operation, right, _, pushed in _of_scores(step):
+        is_trained = operation.name in _MARKED and step.values[operation.given[0]].requires_grad
+        pushes = [pushed(_CLEAR * side * right) for side in (-1, 1)] if is_trained else []
+        away = [float(((push * right) > 0).double().mean()) for push in pushes if push is not None]
         if len(away) == 2 and away[0] > _MOSTLY and away[1] < 1 - _MOSTLY:
             yield said(operation, op=operation.name, share=away[0], score=_CLEAR)
 
@@ -167,29 +156,34 @@ def halfway_preferred(step: Step) -> Iterator[Probed]:
 
     As where it is weighed with the loss of a row in place of its probability. A smoothed target pushes the best back.
     """
-    for index, operation in enumerate(step.operations):
-        toward = _toward(step, operation)
-        if toward is None:
-            continue
-        made = next((at for at in reversed(range(index)) if operation.given[0] in step.operations[at].outs), -1)
-        if made < 0:
-            continue
-        ideal, others = toward
-        pushes = [_pushed(step, made, operation.given[0], size * ideal) for size in _SIZES]
-        slopes = [0.0 if one is None else float((one.double() * ideal).sum()) for one in pushes]
+    for operation, right, others, pushed in _of_scores(step):
+        pushes = [pushed(size * right) for size in _SIZES] if len(operation.given) == 2 else []
+        slopes = [0.0 if one is None else float((one.double() * right).sum()) for one in pushes]
         least = next((at for at, one in enumerate(slopes) if one > 0 and min(slopes[:at], default=0.0) < 0), 0)
         until = next((at for at in range(least, len(slopes)) if slopes[at] < 0), 0)
         if least and until and sum(slopes[least:until]) > _WIDELY * sum(map(abs, slopes)):
-            halfway, right = (math.log1p(others * math.exp(-_SIZES[at])) for at in (least - 1, until))
-            yield said(operation, op=operation.name, halfway=halfway, right=right)
+            halfway, best = (math.log1p(others * math.exp(-_SIZES[at])) for at in (least - 1, until))
+            yield said(operation, op=operation.name, halfway=halfway, right=best)
 
 
-def _toward(step: Step, operation: Operation) -> tuple[torch.Tensor, int] | None:
-    """Scores that are right, and how many wrong classes there are for each, of a loss for each row."""
-    given, is_used = operation.given, bool(step.needed & set(operation.outs))
-    if len(given) != 2 or not is_used or operation.kwargs.get("reduction", "mean") != "none":
-        return None
-    scores, target = (step.values[one].detach() for one in given)
+def _of_scores(
+    step: Step,
+) -> Iterator[tuple[Operation, torch.Tensor, int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+    """Losses that are taken of the scores of each row, with scores that are right, and how many classes are wrong.
+
+    The last is a function that says how the loss rises with the scores where they are others.
+    """
+    for index, operation in enumerate(step.operations):
+        is_of_rows = operation.kwargs.get("reduction", "mean") == "none" and bool(step.needed & set(operation.outs))
+        right = _right(step, operation) if is_of_rows and len(operation.given) > 1 else None
+        made = step.made_at(operation.given[0], index) if right is not None else -1
+        if right is not None and made >= 0:
+            yield operation, *right, partial(_pushed, step, made, operation.given[0])
+
+
+def _right(step: Step, operation: Operation) -> tuple[torch.Tensor, int] | None:
+    """Scores that are right for a loss of marks or of classes, and how many wrong classes there are for each."""
+    scores, target = (step.values[one].detach() for one in operation.given[:2])
     if operation.name in _MARKED and scores.shape == target.shape and bool(((target == 0) | (target == 1)).all()):
         return 2 * target.double() - 1, 1
     is_of_classes = operation.name == "cross_entropy" and target.dtype == torch.int64 and scores.dim() > 1
@@ -200,12 +194,11 @@ def _toward(step: Step, operation: Operation) -> tuple[torch.Tensor, int] | None
 
 def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.Tensor | None:
     """How the loss rises with some scores, where an operation gives others."""
-    one, other = step.operations[made], step.tape.changed([*step.tape.operations])
-    if len(one.outs) != 1:
+    if len(step.operations[made].outs) != 1:
         return None
     live = given.to(step.values[scores]).requires_grad_()
-    other.operations[made] = replace(one, name="scores", func=lambda: live, args=(), kwargs={}, drawn=None)
-    (slope,) = torch.autograd.grad(replayed(other, step.loss).values[step.loss.slot].sum(), live, allow_unused=True)
+    value = step.with_other(made, lambda *_, **__: live).values[step.loss.slot].sum()
+    (slope,) = torch.autograd.grad(value, live, allow_unused=True)
     return slope
 
 
@@ -216,18 +209,11 @@ def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:
     """
     values, blind = list[float](), list[float]()
     for shift in (0, 1):
-        given: list[torch.Tensor] = []
-
-        def give(one: torch.Tensor, shift: int = shift, given: list[torch.Tensor] = given) -> torch.Tensor:
-            moved = one.detach().roll(shift, 0)
-            given.append((moved + _NEARLY * moved.std() * torch.randn_like(moved)).requires_grad_())
-            return given[0]
-
-        other = step.tape.changed([*step.tape.operations])
-        made = step.operations[index]
-        other.operations[index] = replace(made, name="roll", func=give, args=(target,), kwargs={}, drawn=None)
-        value = replayed(other, step.loss).values[step.loss.slot].sum()
-        (slope,) = torch.autograd.grad(value, given, allow_unused=True)
-        values.append(float(value.detach()))
+        moved = step.leaves[target].detach().roll(shift, 0)
+        seed(0)
+        given = (moved + _NEARLY * moved.std() * torch.randn_like(moved)).requires_grad_()
+        run = step.with_other(index, lambda *_, given=given, **__: given)
+        (slope,) = torch.autograd.grad(run.values[step.loss.slot].sum(), given, allow_unused=True)
+        values.append(total(run, step.loss))
         blind.append(0.0 if slope is None else float((slope.flatten(1) == 0).all(1).double().mean()))
     return values[0], min(blind)

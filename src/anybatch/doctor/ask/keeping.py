@@ -109,7 +109,6 @@ class Own:
 
     name: str  # of the class
     count: int  # of the tensors
-    step: int  # when
     file: str  # of the line
     line: int
 
@@ -204,7 +203,7 @@ class Kept:
             return
         same = [name for name, one in own.items() if _same_memory(one, state.get(name))]
         if len(same) == len([one for one in own.values() if one.numel()]) and len(self.own) < 8:
-            self.own.append(Own(type(module).__name__, len(same), self._step(), *user_place(3)))
+            self.own.append(Own(type(module).__name__, len(same), *user_place(3)))
 
     # forwards
 

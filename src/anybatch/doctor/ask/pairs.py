@@ -1,15 +1,14 @@
-"""What a loss compares: a tensor with itself, rows with their own negatives or views, boxes, nets that agree."""
+"""What a loss compares: a tensor with itself, rows with their negatives or views, boxes, nets that agree, states."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.rows import close
-from anybatch.doctor.ask.steps import DISTANCES, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, Step, asks, following, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Replay, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Backward, Stepped
@@ -186,17 +185,14 @@ def easiest(step: Step) -> Iterator[Probed]:
         place = next(at for at, one in enumerate(step.operations) if one is operation)
         if not _picks_far(operation, step.values) or not _of_pairs(step, place):
             continue
-        follows, hinges = set(operation.outs), list[Operation]()
-        for one in step.operations[place + 1 :]:
-            if follows & set(one.given):
-                follows |= set(one.outs)
-                hinges += [one] if one.name in _HINGES | _MARGINS and step.needed & set(one.outs) else []
+        behind = step.operations[place + 1 :]
+        follows = following(behind, operation.outs)
+        hinges = [one for one in behind if one.name in _HINGES | _MARGINS and follows & set(one.given)
+                  and step.needed & set(one.outs)]  # fmt: skip
         asleep = [one for one in hinges if _active(step.replay, one) <= _ASLEEP]
         if not asleep:
             continue
-        turned = replace(operation, func=_turned(operation.func))
-        operations = [*step.operations[:place], turned, *step.operations[place + 1 :]]
-        there = replayed(step.tape.changed(operations), step.loss)
+        there = step.with_other(place, _turned(operation.func))
         woken = max(_active(there, one) for one in asleep)
         if woken >= _AWAKE:
             most = max(_active(step.replay, one) for one in asleep)
@@ -304,7 +300,7 @@ def _pulled(step: Step, run: Replay, index: int) -> tuple[torch.Tensor, torch.Te
     sign, result, live = _LIKENESS[operation.kind], run.results[index][0], run.values[operation.outs[0]]
     if result.dim() != 2 or result.shape[0] != result.shape[1] or len(result) < _LEAST_VIEWS or not live.requires_grad:
         return None
-    (slope,) = torch.autograd.grad(run.values[step.loss.slot].sum(), live, retain_graph=True, allow_unused=True)
+    (slope,) = step.slopes(operation.outs[0], run=run)
     if slope is None or slope.shape != result.shape:
         return None
     pulls = (sign * slope < 0).sum(1)
@@ -438,8 +434,7 @@ def apart(step: Step) -> Iterator[Probed]:
         negative = (values[0] < 0).any(-1) if one.kind == "prod" else torch.logical_or(values[0] < 0, values[1] < 0)
         if not product.requires_grad or negative.shape != product.shape or not bool(negative.any()):
             continue
-        total = run.values[step.loss.slot].sum()
-        (slope,) = torch.autograd.grad(total, product, retain_graph=True, allow_unused=True)
+        (slope,) = step.slopes(one.outs[0], run=run)
         counted = int((slope[negative] != 0).sum()) if slope is not None else 0
         if counted:
             yield said(one, apart=counted, pairs=negative.numel())
@@ -508,3 +503,77 @@ def _is_alone(step: Step) -> bool:
     backwards = {(one.file, one.line) for one in step.run.of(Backward) if steps[0] <= one.at <= steps[-1]}
     calls = {one.function for one in step.run.of(LossCall) if steps[0] <= one.at <= steps[-1]}
     return len(backwards) == 1 and len(calls) <= 1
+
+
+_PASSING = MOVING | {"detach", "unsqueeze", "squeeze", "to", "float", "clone", "data"}
+_REORDERING = frozenset(
+    {"roll", "flip", "cat", "stack", "index_select", "narrow"}
+)  # as where values are shifted by one
+_LEAST_DISCOUNT = 0.5
+
+
+@asks("same state")
+def same_state(step: Step) -> Iterator[Probed]:
+    """Whether a target is a reward and a discounted value, of the very states whose value is to be like it."""
+    for operation in step.used(*DISTANCES):
+        sides = operation.given[:2]
+        for predicted, target in (sides, sides[::-1]) if len(sides) == 2 else ():
+            value, discount = _bootstrapped(step, target)
+            own = _states(step, predicted) if value is not None else set()
+            if value is not None and own and own <= _states(step, value):  # a goal may be that of both
+                calls = {one for each in step.operations if step.parameters.keys() & {*each.given} for one in each.outs}
+                # One call for both is that of states that follow each other.
+                if not step.made_of(value) & step.made_of(predicted) & calls:
+                    yield said(operation, discount=discount, rows=step.rows)
+
+
+def _bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
+    """What a target multiplies with a discount and adds to what came from outside, and that discount."""
+    for made in step.path(target):
+        if made.kind == "add" and len(made.given) == 2:
+            for value in made.given:
+                reward, discount = next((one for one in made.given if one != value), value), _discount(step, value)
+                if discount and _is_given(step, reward):
+                    return value, discount
+        if made.name not in _PASSING:
+            break
+    return None, 0.0
+
+
+def _is_given(step: Step, slot: Slot) -> bool:
+    """Whether a tensor came from outside, in whatever shape."""
+    return step.made_of(slot).isdisjoint(step.parameters) and all(one.name in _PASSING for one in step.path(slot))
+
+
+def _discount(step: Step, slot: Slot) -> float:
+    """The number that a product is made with; 0 where there is none like a discount."""
+    for made in step.path(slot):
+        numbers = [one for one in made.args if type(one) is float and _LEAST_DISCOUNT < one <= 1]
+        if made.kind == "mul" and numbers:
+            return float(numbers[0])
+        if made.kind != "mul" and made.name not in _PASSING:
+            break
+    return 0.0
+
+
+def _states(step: Step, slot: Slot) -> set[bytes]:
+    """The values of the batches of numbers that a tensor is made of by way of parameters, where no rows are moved."""
+    made = step.made_of(slot)
+    moved = [one for one in step.operations if made & set(one.outs) and _moves_rows(one)]
+    if moved or step.parameters.keys().isdisjoint(made) or not step.values[slot].dim():
+        return set()
+    rows = len(step.values[slot])
+    given = [step.leaves[one] for one in made & step.inputs]
+    return {_bytes(one) for one in given if one.dim() > 1 and len(one) == rows and one.is_floating_point()
+            and bool((one != one[:1]).any())}  # fmt: skip
+
+
+def _moves_rows(operation: Operation) -> bool:
+    first = operation.args[1] if operation.name == "__getitem__" and len(operation.args) > 1 else None
+    parts = first if isinstance(first, tuple) else (first,)
+    return operation.name in _REORDERING or any(isinstance(one, slice) and one != slice(None) for one in parts)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return f"{tensor.shape}".encode() + plain.tobytes()

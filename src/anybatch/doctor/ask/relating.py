@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, following, replayed, said, slots_of, total
 from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, rebuilt
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
@@ -99,7 +99,7 @@ def related(step: Step) -> Iterator[Probed]:
         yield said(draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
     found = meetings_of(step)
     end = min(step.until, time.perf_counter() + _SECONDS)
-    if not found or _is_best_collapsed(step):
+    if not found or _collapsed(step) is not None:
         yield _of_inputs(step, end)
     known = [(one, *both) for one in found if (both := risen(step, one, end)) is not None]
     if not known:
@@ -120,7 +120,8 @@ def related(step: Step) -> Iterator[Probed]:
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": step.rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": not derived and alike >= {one.slot for one in found},
-        "apart": [_same(step.operations[one.index], term) for one, _, term in known
+        "apart": [{"op": (of := step.operations[one.index]).name, "file": of.file, "line": of.line, "loss": term.own,
+                   "others": term.own + term.gain} for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
                   and terms & set(step.operations[one.index].outs)
                   and not told_apart & set(step.operations[one.index].given)
@@ -163,23 +164,18 @@ def _adds(step: Step, where: Meeting) -> bool:
 
 def _is_straight(step: Step, where: Meeting) -> bool:
     """Whether the loss goes along a line with what the parameters do not make there."""
-    once, values = _sum(step.values[step.loss.slot]), list[float]()
+    once, values = step.own, list[float]()
     for times in (0, 2):
         changed, moved = _exchanged(step, step.loss, where, partial(mul, times))
-        values.append(_sum(replayed(changed, moved).values[moved.slot]))
+        values.append(total(replayed(changed, moved), moved))
     without, twice = values
     return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 
 def own_draw(step: Step) -> Operation | None:
     """The draw from what the parameters made that the loss depends on, as that of a policy does on its actions."""
-    made = set(step.parameters)
-    for operation in step.operations:
-        if made & set(operation.given):
-            made |= set(operation.outs)
-            if operation.name in _BY_VALUE and step.needed & set(operation.outs):
-                return operation
-    return None
+    made = following(step.operations, step.parameters)
+    return next((one for one in step.used(*_BY_VALUE) if made & set(one.given)), None)
 
 
 def _of_inputs(step: Step, end: float) -> Probed:
@@ -190,7 +186,7 @@ def _of_inputs(step: Step, end: float) -> Probed:
     generator = torch.Generator().manual_seed(11)
     each: list[Risen] = []
     for leaf in given[:_MOST_MEETINGS]:
-        values = [_sum(step.values[step.loss.slot])]
+        values = [step.own]
         while len(values) <= _ORDERS and time.perf_counter() < end:
             order = torch.randperm(rows, generator=generator)
             values.append(step.loss_with(lambda one, leaf=leaf, order=order: one[order] if one is leaf else one))
@@ -200,16 +196,14 @@ def _of_inputs(step: Step, end: float) -> Probed:
     best = max(each, key=lambda one: one.gain / max(one.spread, 1e-12))
     seen: dict[str, Any] = {"optimizer": step.optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
-    seen |= {"couples": best.spread > _NEXT_TO_NOTHING * abs(best.own) and _couples(step, best.own)}
+    seen |= {"couples": best.spread > _NEXT_TO_NOTHING * abs(best.own) and _couples(step)}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
     collapsed = _collapsed(step)
-    collapsed = collapsed if collapsed and _is_best_alike(step, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
-    place = collapsed or step.loss
-    return told("related inputs", place, answer=answer, collapsed=collapsed is not None, **seen)
+    return told("related inputs", collapsed or step.loss, answer=answer, collapsed=collapsed is not None, **seen)
 
 
-def _couples(step: Step, own: float) -> bool:
+def _couples(step: Step) -> bool:
     """Whether the loss is another one where each row is there twice, so that rows are told from other rows."""
 
     def doubled(one: torch.Tensor) -> torch.Tensor:
@@ -219,11 +213,14 @@ def _couples(step: Step, own: float) -> bool:
         twice = replayed(step.tape, step.loss, doubled, lambda one: 2 * one if one == step.rows else one)
     except Unknown:  # it is not run with more rows
         return False
-    return abs(_sum(twice.values[step.loss.slot]) - own) > _LITTLE * abs(own)
+    return abs(total(twice, step.loss) - step.own) > _LITTLE * abs(step.own)
 
 
 def _collapsed(step: Step) -> Operation | None:
-    """What compares two inputs behind the same parameters, both with a gradient, where all rows have become alike."""
+    """What compares two inputs behind the same parameters, where all rows have become alike, and may be.
+
+    Both have a gradient; targets may be there as well, as labels of pairs.
+    """
     for operation in step.used(*_PAIRING):
         given = operation.given[:2]
         sides = [step.values[one] for one in given]
@@ -236,13 +233,8 @@ def _collapsed(step: Step) -> Operation | None:
             continue
         unit = [torch.nn.functional.normalize(side.detach().double(), dim=1) for side in sides]
         if all(float((side @ side.T).mean()) > _ALIKE for side in unit):
-            return operation
+            return operation if _is_best_alike(step) else None
     return None
-
-
-def _is_best_collapsed(step: Step) -> bool:
-    """Whether rows have become alike and may be, though targets are there, as labels of pairs."""
-    return _collapsed(step) is not None and _is_best_alike(step, _sum(step.values[step.loss.slot]))
 
 
 def _inputs_of(step: Step) -> list[torch.Tensor]:
@@ -251,24 +243,19 @@ def _inputs_of(step: Step) -> list[torch.Tensor]:
     return [one for one in given if one.shape[:1] == (step.rows,)]
 
 
-def _is_best_alike(step: Step, own: float) -> bool:
+def _is_best_alike(step: Step) -> bool:
     """Whether the loss is no higher where all rows of all inputs are one: nothing in it keeps rows apart."""
     given = _inputs_of(step)
     values, like = list[float](), {id(one) for one in given if one.shape == given[0].shape}
     for at in range(min(len(given[0]), _ORDERS)):
         row = given[0][at : at + 1]
         values.append(step.loss_with(lambda one, row=row: row.expand_as(one) if id(one) in like else one))
-    return median(values) <= own + _LITTLE * abs(own)
-
-
-def _same(one: Operation, term: Risen) -> dict[str, Any]:
-    """A term of the loss that is the same with the targets of other rows."""
-    return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
+    return median(values) <= step.own + _LITTLE * abs(step.own)
 
 
 def meetings_of(step: Step) -> list[Meeting]:
     """The last places where both sides follow the rows, and one of them the parameters, the last one first."""
-    values, follows, found = step.values, _following(step), list[Meeting]()
+    values, follows, found = step.values, _of_rows(step), list[Meeting]()
     for index, operation in enumerate(step.operations):
         given = set(operation.given) & follows
         made = [one for one in given if values[one].requires_grad]
@@ -292,14 +279,12 @@ def _of_terms(step: Step) -> Iterator[Meeting]:
             yield Meeting(index, target)
 
 
-def _following(step: Step) -> set[Slot]:
+def _of_rows(step: Step) -> set[Slot]:
     """The slots that depend on what came from outside for each row, or was drawn for it."""
-    found = {slot for slot in step.inputs if step.leaves[slot].shape[:1] == (step.rows,)}
-    for operation in step.operations:
-        drawn = operation.drawn is not None and any(one.dim() and len(one) == step.rows for one in operation.drawn)
-        if drawn or found & set(operation.given):
-            found |= set(operation.outs)
-    return found
+    given = {slot for slot in step.inputs if step.leaves[slot].shape[:1] == (step.rows,)}
+    return following(
+        step.operations, given, lambda made: any(one.shape[:1] == (step.rows,) for one in made.drawn or ())
+    )
 
 
 def risen(
@@ -314,7 +299,7 @@ def risen(
     count, own = first.values[where.slot].shape[0], first.results[where.index][0]
     is_term = step.operations[where.index].name in _TERMS and own.numel() == 1
     generator = torch.Generator().manual_seed(11)
-    wholes, terms = [_sum(first.values[loss.slot])], [_sum(own) if is_term else 0.0]
+    wholes, terms = [total(first, loss)], [_sum(own) if is_term else 0.0]
     for _ in range(_ORDERS):
         if time.perf_counter() > end:
             break
@@ -324,7 +309,7 @@ def risen(
             again = replayed(changed, moved, held=held)
         except Unknown:
             return None
-        wholes.append(_sum(again.values[loss.slot]))
+        wholes.append(total(again, loss))
         terms.append(_sum(again.results[where.index + 1][0]) if is_term else 0.0)
     if len(wholes) < 4 or not all(map(math.isfinite, (*wholes, *terms))):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks, replayed, said
+from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks, replayed, said, total
 from anybatch.doctor.ask.tape import Operation, Replay, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -49,7 +49,7 @@ def torn(step: Step) -> Iterator[Probed]:
         return one[order.to(one.device)]
 
     second = replayed(step.tape, loss, permuted)
-    one, two = (float(run.values[loss.slot].double().sum()) for run in (first, second))
+    one, two = (total(run, loss) for run in (first, second))
     if not math.isfinite(one) or not math.isfinite(two):
         raise Unknown("the loss is not finite")
     seen: dict[str, Any] = {"rows": rows, "loss": one, "permuted": two}
@@ -227,9 +227,8 @@ def mixed_groups(step: Step) -> Iterator[Probed]:
 
     As a class has several rows one after the other, and a view puts the first of each class into one group.
     """
-    makers = {slot: one for one in step.operations for slot in one.outs}
     for operation in step.used("mean", "sum"):
-        view = makers.get(operation.given[0])
+        view = next(step.path(operation.given[0]), None)
         dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
         if view is None or view.name not in MOVING or dim not in (0, 1):
             continue
@@ -384,13 +383,11 @@ def _variable(file: str, line: int) -> str:
 
 def _lines_of(step: Step) -> set[tuple[str, int]]:
     """The lines that made a loss, as far back as it is only divided or scaled there."""
-    found, slot = set[tuple[str, int]](), step.loss.slot
-    for operation in reversed(step.operations):
-        if slot in operation.outs:
-            found.add((operation.file, operation.line))
-            if len(operation.given) != 1:
-                break
-            slot = operation.given[0]
+    found = set[tuple[str, int]]()
+    for operation in step.path(step.loss.slot):
+        found.add((operation.file, operation.line))
+        if len(operation.given) != 1:
+            break
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from anybatch.doctor.ask.keeping import Kept, Plateau
 from anybatch.doctor.ask.source import scripts, tree_of
 from anybatch.doctor.ask.trials import told
+from anybatch.doctor.crashing.usercode import called
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -58,9 +59,9 @@ def _named(one: Plateau) -> str:
     """What the user's line gives to ``step``, as text."""
     tree = tree_of(one.file)
     for node in ast.walk(tree) if tree is not None else ():
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        if not isinstance(node, ast.Call) or called(node) != "step":
             continue
-        if node.func.attr == "step" and node.lineno <= one.line <= (node.end_lineno or node.lineno):
+        if node.lineno <= one.line <= (node.end_lineno or node.lineno):
             given = [*node.args, *(word.value for word in node.keywords)]
             return ast.unparse(given[0]) if given else ""
     return ""
@@ -161,9 +162,10 @@ def saved_only(
     every = [one for tree in trees for one in ast.walk(tree)]
     said = Counter(one.value for one in every if isinstance(one, ast.Constant))
     taken = [one for one in every if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Load)]
-    shown = {id(one) for node in every if _shows(node) for one in ast.walk(node)}
+    prints = [one for one in every if isinstance(one, ast.JoinedStr) or called(one) == "print"]
+    shown = {id(one) for node in prints for one in ast.walk(node)}
     loaded = {ast.unparse(given.value) for one in every if isinstance(one, ast.Call) for given in one.args
-              if _name(one.func) == "load_state_dict" and isinstance(given, ast.Subscript)}  # fmt: skip
+              if called(one) == "load_state_dict" and isinstance(given, ast.Subscript)}  # fmt: skip
     read = {one.slice.value for one in taken if isinstance(one.slice, ast.Constant) and id(one) not in shown
             and ast.unparse(one.value) in loaded}  # fmt: skip
     for one in (node for node in every if isinstance(node, ast.Dict)):
@@ -173,11 +175,3 @@ def saved_only(
         for name, value in zip(names, one.values, strict=True):
             if isinstance(name, str) and key.search(name) and "state_dict()" in ast.unparse(value):
                 yield from [name] if said[name] == 1 else []
-
-
-def _name(called: ast.expr) -> str:
-    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-
-
-def _shows(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) == "print")

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.ask.compared import is_compared
+from anybatch.doctor.ask.compared import FUNCTIONS, GROWS, PUT, is_compared
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.marking import mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
+from anybatch.doctor.ask.trials import Line, told
+from anybatch.doctor.crashing.usercode import called
 from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.records.events import Backward, Epoch, Stepped
 from anybatch.records.lossfacts import Probed
@@ -45,10 +47,8 @@ _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
-_KEEPING = frozenset({"append", "extend"})
 _TERMS = frozenset({"mean", "sum", *LOSSES})
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_REPEATED = (*_FUNCTIONS, ast.For, ast.While)
+_REPEATED = (*FUNCTIONS, ast.For, ast.While)
 
 
 @functools.lru_cache(maxsize=8)
@@ -82,8 +82,7 @@ def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
         lines = {one.line for one in run.of(Backward) if one.file == file}
         for name, line in unread(tree, lines):
             kind = next(kind for kind, one in _FIELDS.items() if one.match(name))
-            evidence = {"name": name, "kind": kind}
-            yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+            yield told("unread field", Line(file, line), name=name, kind=kind)
 
 
 def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
@@ -122,7 +121,7 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
 
 def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a step computes a loss, or a mean, with a graph and gives it a name that nothing reads."""
-    for tape, end in ((one, one.losses[-1]) for one in kept.tapes.values() if one.losses):
+    for tape, end in ((one, one.losses[-1]) for one in kept.tapes.values()):
         parts = [slots_of(tape, one) for one in tape.losses]
         needed, last = set[Slot]().union(*parts), parts[-1]  # those before may be of weights that are tried out
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
@@ -131,8 +130,7 @@ def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
         beside = {_scope_at(trees[file], line) for file, line in used if file in trees}  # with other parts of the loss
         for file, line in dict.fromkeys((one.file, one.line) for one in idle if one.file in trees):
             for name in unread_at(trees[file], line) if _scope_at(trees[file], line) in beside else ():
-                seen = {"name": name, "kind": "term"}
-                yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=seen)
+                yield told("unread field", Line(file, line), name=name, kind="term")
 
 
 def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
@@ -159,14 +157,14 @@ def _scope_at(tree: ast.Module, line: int) -> ast.AST:
 
 @functools.lru_cache(maxsize=8)
 def _functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
-    return tuple(one for one in walked(tree) if isinstance(one, _FUNCTIONS))
+    return tuple(one for one in walked(tree) if isinstance(one, FUNCTIONS))
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a list is turned round in the loop that fills it."""
     for file, tree in scripts(run):
         for name, line in turned_lists(tree):
-            yield Probed(probe="turned list", root=-1, answer="yes", file=file, line=line, evidence={"name": name})
+            yield told("turned list", Line(file, line), name=name)
 
 
 def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -201,8 +199,7 @@ def about_orders(kept: Kept, run: Run) -> Iterator[Probed]:
              if one.shuffled and not any(one.at < step < end for step in steps)}  # fmt: skip
     for (file, line), batches in drawn.items():
         if (tree := tree_of(file)) is not None and line in predicting_loops(tree):
-            evidence = {"batches": batches}
-            yield Probed(probe="order lost", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+            yield told("order lost", Line(file, line), batches=batches)
 
 
 def predicting_loops(tree: ast.Module) -> Iterator[int]:
@@ -219,15 +216,15 @@ def predicting_loops(tree: ast.Module) -> Iterator[int]:
     for one in walked(tree):
         if isinstance(one, ast.For):
             read, line = _read(one), one.lineno
-            keeps = any(_name_called(each) in _KEEPING or _is_put_in_its_place(each) for each in walked(one))
+            keeps = any(called(each) in PUT or _is_put_in_its_place(each) for each in walked(one))
         elif isinstance(one, ast.ListComp) and len(one.generators) == 1:
             read, line, keeps = frozenset(_loaded(one.elt)), one.lineno, True
         else:
             continue
         names = _batch_of(one.target if isinstance(one, ast.For) else one.generators[0].target)
         calls = [each for each in walked(one) if isinstance(each, ast.Call)]
-        given = [each for each in calls if _name_called(each) not in _KEEPING]
-        if len(names) < 2 or any(_name_called(each) == "backward" for each in calls):
+        given = [each for each in calls if called(each) not in PUT]
+        if len(names) < 2 or any(called(each) == "backward" for each in calls):
             continue
         is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
         is_alone = [name in read for name in names] == [True] + [False] * len(names[1:])
@@ -248,7 +245,7 @@ def _is_put_in_its_place(node: ast.AST) -> bool:
     """Whether a slice of something is given a value, or a name what it was with more at its end."""
     if not isinstance(node, ast.Assign):
         return False
-    grows = _name_called(node.value) in ("cat", "concatenate", "hstack", "vstack")
+    grows = called(node.value) in GROWS
     own = {each.id for each in node.targets if isinstance(each, ast.Name)}
     to_slice = any(isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Slice) for each in node.targets)
     return to_slice or (grows and bool(own & _loaded(node.value)))
@@ -260,8 +257,7 @@ def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
         return
     for file, tree in scripts(run):
         for name, held, line in evaluated_splits(tree):
-            evidence = {"name": name, "held_out": held, "kind": "split"}
-            yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+            yield told("unread field", Line(file, line), name=name, held_out=held, kind="split")
 
 
 def _is_whole(kept: Kept, root: int, batches: Sequence[Any]) -> bool:
@@ -305,7 +301,7 @@ def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
 def _evaluates(scope: ast.AST) -> bool:
     """Whether a function or a block is run without gradients."""
     parts: list[ast.expr] = []
-    if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(scope, FUNCTIONS):
         parts = scope.decorator_list
     elif isinstance(scope, ast.With):
         parts = [one.context_expr for one in scope.items]
@@ -314,8 +310,7 @@ def _evaluates(scope: ast.AST) -> bool:
 
 def _scopes(tree: ast.Module) -> Iterator[Any]:
     """Functions; the whole file where something goes back outside of all."""
-    functions = [one for one in walked(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    yield from functions
+    yield from _functions(tree)
     yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
 
 
@@ -350,7 +345,7 @@ def _read(scope: Any) -> frozenset[str]:
     uses: dict[str, set[str]] = {}
     waiting: list[str] = []
     for one in walked(scope):
-        pairs = list(_pairs(one))
+        pairs = [(to.id, value) for to, value in _assigned(one) if isinstance(to, ast.Name)]
         for name, value in pairs:
             uses.setdefault(name, set()).update(_loaded(value) - {name})
         if not pairs and isinstance(one, ast.stmt) and not isinstance(one, (ast.FunctionDef, ast.ClassDef)):
@@ -364,16 +359,13 @@ def _read(scope: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _pairs(statement: Any) -> Iterator[tuple[str, Any]]:
-    """The names that a statement gives a value, each with its own; nothing where it does more than that."""
-    if not isinstance(statement, ast.Assign):
-        return
-    for target in statement.targets:
-        if isinstance(target, ast.Name):
-            yield target.id, statement.value
-        elif isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
-            both = zip(target.elts, statement.value.elts, strict=False)
-            yield from ((one.id, value) for one, value in both if isinstance(one, ast.Name))
+def _assigned(statement: Any) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What a statement gives a value, each with its own where both are tuples; nothing where it does more than that."""
+    for target in statement.targets if isinstance(statement, ast.Assign) else ():
+        if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+            yield from zip(target.elts, statement.value.elts, strict=False)
+        else:
+            yield target, statement.value
 
 
 def _loaded(node: Any) -> set[str]:
@@ -398,11 +390,9 @@ def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
             if owner is None or owner in seen or owner.__module__.startswith(_FRAMES):
                 continue
             seen.add(owner)
-            found = _method(owner)
-            if found is not None:
-                file, line, scale = found
-                yield Probed(probe="method backward", root=state.root, answer="yes", module=name, file=file, line=line,
-                             evidence={"cls": owner.__name__, "negative": scale})  # fmt: skip
+            if (found := _method(owner)) is not None:
+                place = Line(*found[:2], name)
+                yield told("method backward", place, root=state.root, cls=owner.__name__, negative=found[2])
 
 
 def _method(owner: type) -> tuple[str, int, bool] | None:
@@ -430,8 +420,7 @@ def about_best(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a state is kept when a value is worse than the best one so far."""
     for file, tree in scripts(run):
         for name, line, keeps in worse_kept(tree):
-            evidence = {"name": name, "keeps": keeps}
-            yield Probed(probe="worst kept", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+            yield told("worst kept", Line(file, line), name=name, keeps=keeps)
 
 
 def worse_kept(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
@@ -474,25 +463,22 @@ def worse_kept(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
 def _taken(test: ast.Compare, body: list[ast.stmt]) -> str | None:
     """The side of a comparison that becomes the other one, which is the best so far."""
     sides = [ast.unparse(test.left), ast.unparse(test.comparators[0])]
-    assigned = {pair for one in body if isinstance(one, ast.Assign) for pair in _assigned(one)}
+    assigned = _texts(body)
     for value, best in (sides, sides[::-1]):
         if any(value == given and best.split(" ")[0] == name for name, given in assigned):
             return value
     return None
 
 
-def _assigned(one: ast.Assign) -> Iterator[tuple[str, str]]:
-    for target in one.targets:
-        if isinstance(target, ast.Tuple) and isinstance(one.value, ast.Tuple):
-            yield from zip(map(ast.unparse, target.elts), map(ast.unparse, one.value.elts), strict=False)
-        else:
-            yield ast.unparse(target), ast.unparse(one.value)
+def _texts(body: list[ast.stmt]) -> list[tuple[str, str]]:
+    """What statements give a value, with that, as text."""
+    return [(ast.unparse(to), ast.unparse(value)) for one in body for to, value in _assigned(one)]
 
 
 def _keeps(body: list[ast.stmt]) -> bool:
     """Whether a state is kept, or a patience begins anew."""
     text = [ast.unparse(one) for one in body]
-    resets = (name for one in body if isinstance(one, ast.Assign) for name, given in _assigned(one) if given == "0")
+    resets = (name for name, given in _texts(body) if given == "0")
     return any("state_dict" in one or re.search(r"save|deepcopy\(\w*(model|net)", one) for one in text) or any(
         _WAITS.search(name) for name in resets
     )
@@ -510,8 +496,7 @@ def about_seeds(kept: Kept, run: Run) -> Iterator[Probed]:
         for name, value, line in reseeded(tree):
             times = often.get(name) or (stood.get(name) if line in each else None)
             if times:
-                evidence = {"generator": name, "value": value, "times": times}
-                yield Probed(probe="reseeded", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+                yield told("reseeded", Line(file, line), generator=name, value=value, times=times)
                 return
 
 
@@ -526,23 +511,18 @@ def lines_of_steps(tree: ast.Module) -> set[int]:
     loops = [
         one
         for one in walked(tree)
-        if isinstance(one, (ast.For, ast.While)) and any(_name_called(each) == "backward" for each in walked(one))
+        if isinstance(one, (ast.For, ast.While)) and any(called(each) == "backward" for each in walked(one))
     ]
     inner = [one for one in loops if not any(each in loops for each in walked(one) if each is not one)]
-    called = {_own_called(each) for one in inner for each in walked(one)}
+    own = {_own_called(each) for one in inner for each in walked(one)}
     functions = [
         one
         for one in walked(tree)
-        if isinstance(one, _FUNCTIONS) and one.name in called and not any(each in inner for each in walked(one))
+        if isinstance(one, FUNCTIONS) and one.name in own and not any(each in inner for each in walked(one))
     ]
     return {
         each.lineno for one in (*inner, *functions) for each in walked(one) if isinstance(each, (ast.stmt, ast.expr))
     }
-
-
-def _name_called(node: ast.AST) -> str:
-    """The last part of the name that is called, empty if the node is no call."""
-    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def _own_called(node: ast.AST) -> str:
@@ -565,7 +545,7 @@ def reseeded(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
     helpers: dict[str, list[str]] = {}  # generators that a function of the user's seeds with its argument
     for scopes, call in _calls(tree, ()):
         name = _SEEDED.get(ast.unparse(call.func))
-        own = next((one for one in reversed(scopes) if isinstance(one, _FUNCTIONS)), None)
+        own = next((one for one in reversed(scopes) if isinstance(one, FUNCTIONS)), None)
         if name and own is not None and {ast.unparse(one) for one in call.args} & {one.arg for one in own.args.args}:
             helpers.setdefault(own.name, []).append(name)
     for scopes, call in _calls(tree, ()):
@@ -592,7 +572,7 @@ def _made_of(node: ast.AST) -> set[str]:
 
 def _changing(scope: Any) -> set[str]:
     """What has a value of its own in each call or round, and what a value that nothing is known of has in it."""
-    found = {"()"} | ({one.arg for one in scope.args.args} - {"self"} if isinstance(scope, _FUNCTIONS) else set())
+    found = {"()"} | ({one.arg for one in scope.args.args} - {"self"} if isinstance(scope, FUNCTIONS) else set())
     for one in walked(scope):
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store):
             found.add(ast.unparse(one))

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, replay, slots
-from anybatch.doctor.ask.trials import FAILURES, Unknown, told
+from anybatch.doctor.ask.trials import FAILURES, Unknown, as_it_is, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.tensors.randomness import seed
@@ -29,12 +29,12 @@ class Question:
     ask: "Callable[[Step], Iterator[Probed]]"
     of_rows: bool
 
-    def answer(self, step: "Step") -> Probed:
+    def answers(self, step: "Step") -> Iterator[Probed]:
         """What it finds first; no where it finds nothing."""
         if self.of_rows:
             step.require_rows()
         found = next(iter(self.ask(step)), None)
-        return told(self.name, answer="no") if found is None else replace(found, probe=found.probe or self.name)
+        yield told(self.name, answer="no") if found is None else replace(found, probe=found.probe or self.name)
 
 
 def asks(name: str, *, of_rows: bool = True) -> "Callable[[Callable[[Step], Iterator[Probed]]], Question]":
@@ -86,6 +86,11 @@ class Step:
         return slots_of(self.tape, self.loss)
 
     @property
+    def own(self) -> float:
+        """The loss as it was."""
+        return total(self.replay, self.loss)
+
+    @property
     def inputs(self) -> set[Slot]:
         """What came from outside and is no parameter."""
         return self.leaves.keys() - self.parameters.keys()
@@ -102,6 +107,11 @@ class Step:
                 found.update(operation.outs, slots(operation.args[:1]) if operation.name.endswith("_") else ())
         return found
 
+    def made_at(self, slot: Slot, before: int | None = None) -> int:
+        """The place of the operation that made a tensor, the last one of so many; -1 where none did."""
+        places = range(len(self.operations) if before is None else before)
+        return next((at for at in reversed(places) if slot in self.operations[at].outs), -1)
+
     def used(self, *kinds: str) -> Iterator[Operation]:
         """The operations that the loss is made of, those of some kinds only where these are given."""
         every = (one for one in self.operations if not kinds or one.kind in kinds)
@@ -114,15 +124,37 @@ class Step:
                 yield operation
                 slot = next(iter(operation.given), slot)
 
-    def slopes(self, *made: Slot) -> tuple[torch.Tensor | None, ...]:
-        """How the loss rises with some tensors; ``None`` where it does not depend on one."""
-        values, total = [self.values[one] for one in made], self.values[self.loss.slot].sum()
-        return torch.autograd.grad(total, values, retain_graph=True, allow_unused=True)
+    def slopes(self, *made: Slot, run: Replay | None = None) -> tuple[torch.Tensor | None, ...]:
+        """How the loss rises with some tensors, here or in another run; ``None`` where it does not depend on one."""
+        values = (run or self.replay).values
+        by = [values[one] for one in made]
+        return torch.autograd.grad(values[self.loss.slot].sum(), by, retain_graph=True, allow_unused=True)
 
     def loss_with(self, change: Any = None, held: Mapping[Slot, torch.Tensor] | None = None) -> float:
         """The loss where leaves are changed, or parameters have other values."""
-        found = replayed(self.tape, self.loss, change, held=held).values[self.loss.slot]
-        return float(found.detach().double().sum())
+        return total(replayed(self.tape, self.loss, change, held=held), self.loss)
+
+    def with_other(self, index: int, func: Callable[..., Any]) -> Replay:
+        """The step again with another function in the place of that of an operation."""
+        operations = [*self.tape.operations]
+        operations[index] = replace(operations[index], name="other", func=func, drawn=None)
+        return replayed(self.tape.changed(operations), self.loss)
+
+
+def total(run: Replay, loss: Loss) -> float:
+    """What a loss is in a run of a step; the sum of one that is no number."""
+    return float(run.values[loss.slot].detach().double().sum())
+
+
+def following(
+    operations: Iterable[Operation], some: Iterable[Slot], draws: Callable[[Operation], bool] = lambda _: False
+) -> set[Slot]:
+    """Some tensors, and what operations make of them, or draw."""
+    found = set(some)
+    for operation in operations:
+        if draws(operation) or not found.isdisjoint(operation.given):
+            found.update(operation.outs)
+    return found
 
 
 def slots_of(tape: Tape, loss: Loss, *, without: str = "", but: Iterable[Operation] = ()) -> set[Slot]:
@@ -143,10 +175,6 @@ def replayed(
     """Runs a step again as far as a loss, without random numbers of its own."""
     seed(0)
     try:
-        return replay(tape, loss.before, change or _same, number or _same, held or {})
+        return replay(tape, loss.before, change or as_it_is, number or as_it_is, held or {})
     except FAILURES as error:
         raise Unknown(f"the step did not run again: {type(error).__name__}: {error}"[:200]) from None
-
-
-def _same(one: Any) -> Any:
-    return one

@@ -50,22 +50,15 @@ def _following(trial: Trial) -> list[str]:
     given: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
     alive: list[torch.Tensor] = []  # so that no two lie in one place
 
-    def hook(name: str) -> Any:
-        def see(_: Any, args: Any, kwargs: Any, made: torch.Tensor) -> None:
-            taken = next(iter((*args, *kwargs.values())))
-            alive.extend((taken, made))
-            given.append((name, _state_of(taken), _state_of(made)))
+    sizes: dict[str, tuple[int, int]] = {}
 
-        return see
+    def see(name: str, layer: Any, both: tuple[Any, Any], made: torch.Tensor) -> None:
+        taken = next(iter((*both[0], *both[1].values())))
+        alive.extend((taken, made))
+        given.append((name, _state_of(taken), _state_of(made)))
+        sizes[name] = layer.weight.shape[1], layer.weight.shape[0]
 
-    named = [(name, one) for name, one in trial.module.named_modules() if isinstance(one, _LAYERS)]
-    handles = [one.register_forward_hook(hook(name), with_kwargs=True) for name, one in named]
-    try:
-        trial.forward(trial.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    sizes = {name: (one.weight.shape[1], one.weight.shape[0]) for name, one in named}
+    trial.hooked(trial.inputs, _LAYERS, see)
     takers: dict[tuple[int, int], list[int]] = {}
     for at, (_, taken, _) in enumerate(given):
         takers.setdefault(taken, []).append(at)

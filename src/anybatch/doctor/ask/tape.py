@@ -29,10 +29,10 @@ RANDOM = frozenset(
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
-_SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _SET = frozenset({"data", "requires_grad"})
-_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
+_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim", "size", "shape", "numel",
+                       "__len__", "nelement"})  # fmt: skip
 
 
 _KINDS = {
@@ -70,6 +70,11 @@ class Operation:
     def kind(self) -> str:
         """Its name, that of the function where it is an operator."""
         return _KINDS.get(self.name, self.name)
+
+    def again(self, values: Mapping[Slot, Any]) -> Any:
+        """What it gives for other values of what it was given."""
+        args, kwargs = rebuilt((self.args, self.kwargs), lambda one: values[one] if type(one) is Slot else one)
+        return self.func(*args, **kwargs)
 
     @property
     def drops(self) -> bool:
@@ -110,7 +115,6 @@ class Tape(SafeMode):
         self.is_row = False  # whether it began with a call on no batch, but on the numbers of one row
         self.acted = -1  # the rows of calls before the batch came, as of what chooses actions
         self.numbers: dict[Slot, int] = {}  # became numbers of Python, with how many operations had run then
-        self.sizes = False  # whether a size was asked for
         # for each kind of node the lines of the operations that made one
         self.made: dict[str, set[tuple[str, int]]] = {}
         self._slots: dict[int, tuple[weakref.ref[torch.Tensor], Slot]] = {}  # holds none of them: memory is scarce
@@ -154,10 +158,7 @@ class Tape(SafeMode):
     def before(self, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Writes down what it is given, where it is an operation."""
         name, of = name_of(func)
-        if of and name not in (_SET if of == "__set__" else _VIEWS | _SIZES):
-            return None
-        if name in _SIZES or name in _NOT_KEPT:
-            self.sizes |= name in _SIZES
+        if name in _NOT_KEPT or (of and name not in (_SET if of == "__set__" else _VIEWS)):
             return None
         if name in _TAKING and not kwargs and self._is_batch_taken(args):
             return None

@@ -1,4 +1,9 @@
-"""Questions that train or re-initialise a copy: initial loss, one batch, zeroed input."""
+"""Questions that train or re-initialise a copy: initial loss, one batch, and whether labels belong to the inputs.
+
+For the last one batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the
+nearest neighbours of each input. Where neither knows more about the labels of the other part than how frequent they
+are, what the model learns are the samples by heart.
+"""
 
 import copy
 import math
@@ -10,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anybatch.doctor.ask.ignoring import zeroed
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, unwrapped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -131,20 +136,165 @@ def trained(
     return values[0], values[-1], len(values)
 
 
-def zeroed_input(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether the loss is no worse without the input."""
-    loss = Loss(trial, root, doctor)
-    real = float(loss(trial.forward(trial.inputs)))
-    empty = float(loss(trial.forward(zeroed(trial.inputs))))
-    if not math.isfinite(real) or not math.isfinite(empty):
-        raise Unknown("the loss is not finite")
-    answer = "yes" if empty <= real * 1.01 else "no"
-    return told("zeroed input", root=root, answer=answer, loss=real, zeroed=empty)
-
-
 PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
     ("prior", prior),
     ("one batch", one_batch),
-    ("zeroed input", zeroed_input),
 ]
 """Each a name and a function of the copy, the run, the number of the root and the recorder."""
+
+
+_LEAST = 240
+_REPEATED = 0.05  # of the samples that came again, at least
+_FITTING_STEPS = 120
+_SECONDS = 6.0
+_NEIGHBOURS = 7
+_ORDERS = 39  # of the labels, none of which may tell as much
+_LITTLE = 0.03  # of the loss of those who know how frequent the labels of the held-out part are
+
+
+def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
+    """Whether labels of classes are related to what the model is given."""
+    inputs, labels, width, is_fresh = _pairs(kept, root)
+    count = len(labels)
+    classes = int(labels.max()) + 1
+    half = count * 2 // 3
+    share = labels.bincount(minlength=classes).double() / count
+    expected = float((share**2).sum())
+    agreement, error = _neighbours(inputs, labels, expected)
+    evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
+    evidence |= {"fresh": is_fresh}  # none came twice, so that none can have been learned by heart
+    if agreement - expected > 3.5 * error or _correlated(inputs, labels, classes):
+        return told("labels", root=root, answer="no", **evidence)
+    if module is None:
+        raise Unknown("the model is gone")
+    guess = float(-(share.clamp_min(1e-12).log() * share).sum())
+    best, own = _fitted(fresh(unwrapped(module)), inputs, labels, width, half, until)
+    evidence |= {"held_out": best, "guess": guess}
+    if classes == 2 and best < (1 - _LITTLE) * own:
+        return told("labels", root=root, answer="no", **evidence)
+    noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
+    answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
+    return told("labels", root=root, answer=answer, **evidence)
+
+
+def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+    """Inputs and labels of classes, each input once, how many are told apart, and whether hardly any came twice.
+
+    0 classes are two of which one score tells, and -1 two of which one probability does.
+    """
+    found = [
+        (first, labels, width)
+        for first, name, given in kept.batches.get(root, ())
+        if (labels := _classes(given["target"], name)) is not None and len(labels) == len(first)
+        and (width := _width(name, given["shape"], len(first))) is not None
+    ]  # fmt: skip
+    found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
+    if any(not one.is_floating_point() for one, *_ in found):
+        raise Unknown("neighbours of symbols say nothing, and what is made of them may be hard to learn")
+    if not found:
+        raise Unknown("no batches with one class for each row were kept")
+    if len({one[2] for one in found}) > 1:
+        raise Unknown("the losses are of different classes")
+    inputs, labels = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+    ignored = labels < 0
+    inputs, labels = inputs[~ignored], labels[~ignored]
+    some = inputs.flatten(1)[:, :: max(1, inputs[0].numel() // 16)][:, :16]
+    different = {tuple(row.tolist()): number for number, row in enumerate(some)}
+    once = torch.tensor(sorted(different.values()))
+    is_fresh = len(once) > (1 - _REPEATED) * len(labels)
+    inputs, labels = inputs[once], labels[once]
+    counts = labels.bincount()
+    if len(labels) < _LEAST or int((counts > 0).sum()) < 2 or len(labels) < 12 * int((counts > 0).sum()):
+        raise Unknown(f"{len(labels)} different samples were kept, which are too few")
+    if float(counts.max()) > 0.9 * len(labels):
+        raise Unknown("nearly all labels are of one class")
+    return inputs, labels, int(found[0][2]), is_fresh
+
+
+def _classes(target: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Targets as numbers of classes, one for each row; ``None`` where they are something else."""
+    if name in ("cross_entropy", "nll_loss"):
+        return None if target.is_floating_point() or target.dim() != 1 else target
+    is_binary = (
+        name.startswith("binary") and target.numel() == len(target) and bool(((target == 0) | (target == 1)).all())
+    )
+    return target.flatten().long() if is_binary else None
+
+
+def _width(name: str, shape: Any, rows: int) -> int | None:
+    if name.startswith("binary"):
+        return -(name == "binary_cross_entropy") if math.prod(shape) == rows else None
+    return int(shape[1]) if len(shape) == 2 else None
+
+
+def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
+    """The share of nearest neighbours with the same label, and how far it may lie from chance."""
+    flat = inputs.reshape(len(inputs), -1).double()[:1500]
+    flat = (flat - flat.mean(0)) / flat.std(0).clamp_min(1e-6)
+    distances = torch.cdist(flat, flat)
+    distances.fill_diagonal_(float("inf"))
+    nearest = distances.topk(_NEIGHBOURS, largest=False).indices
+    same = (labels[: len(flat)][nearest] == labels[: len(flat), None]).double()
+    return float(same.mean()), (expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2)) ** 0.5
+
+
+def _correlated(inputs: torch.Tensor, labels: torch.Tensor, classes: int) -> bool:
+    """Whether a straight line through all entries, or the best one of them where they are many, tells something."""
+    flat, marks = inputs.reshape(len(inputs), -1).double(), nn.functional.one_hot(labels, classes).double()
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (flat, marks))
+    count, width = one.shape
+    basis = torch.linalg.qr(one).Q if width * 3 <= count else None
+
+    def found(order: torch.Tensor) -> float:
+        if basis is None:
+            return float((one.T @ other[order]).abs().max())
+        return float((basis.T @ other[order]).square().sum(0).max())
+
+    # As much would be found of labels in another order, also where few samples have a value at all in some entries.
+    generator = torch.Generator().manual_seed(5)
+    by_chance = [found(torch.randperm(count, generator=generator)) for _ in range(_ORDERS)]
+    return found(torch.arange(count)) > max(by_chance)
+
+
+def _fitted(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float
+) -> tuple[float, float]:
+    """The lowest loss on the held-out part while a model is fitted to the other one, and that of its own shares."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))
+    inputs, labels = inputs[order], labels[order]
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
+    end, best = min(until, time.perf_counter() + _SECONDS), float("inf")
+    try:
+        for step in range(_FITTING_STEPS):
+            model.train()
+            at = step * 64 % max(half - 63, 1)
+            part = slice(at, min(at + 64, half))
+            loss = nn.functional.cross_entropy(_logits(model, inputs[part], width), labels[part])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    best = min(
+                        best, float(nn.functional.cross_entropy(_logits(model, inputs[half:], width), labels[half:]))
+                    )
+            if time.perf_counter() > end:
+                if step < 40:
+                    raise Unknown("there was no time left")
+                break
+    except FAILURES as error:
+        raise Unknown(f"a copy could not be fitted: {error}"[:200]) from None
+    own = labels[half:].bincount().double() / (len(labels) - half)
+    return best, float(-(own.clamp_min(1e-12).log() * own).sum())
+
+
+def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
+    rows = len(inputs)
+    found = [one for one in tensors(model(inputs)) if one.shape == (rows, width) or (width < 1 and one.numel() == rows)]
+    if len(found) != 1:
+        raise Unknown(f"{len(found)} outputs have a row of classes for each input")
+    if width > 0:
+        return found[0]
+    score = found[0].flatten() if width == 0 else found[0].flatten().clamp(1e-6, 1 - 1e-6).logit()
+    return torch.stack((torch.zeros_like(score), score), 1)

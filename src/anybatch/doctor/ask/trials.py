@@ -42,6 +42,14 @@ class Unknown(Exception):
     """Why a question could not be answered."""
 
 
+class Line(NamedTuple):
+    """A line of the user's, or a module without one."""
+
+    file: str = ""
+    line: int = 0
+    module: str = ""
+
+
 def told(
     probe: str, place: Any = None, /, *, root: int = -1, answer: str = "yes", detail: str = "", **seen: Any
 ) -> Probed:
@@ -176,33 +184,44 @@ class Trial:
         watch = Operations(self.running)
         return self.forward(inputs, watch=watch, again=again), watch
 
+    def hooked(
+        self, inputs: Inputs, kinds: tuple[type[torch.nn.Module], ...], see: Callable[[str, Any, Any, Any], None]
+    ) -> None:
+        """Runs the copy, and shows each module of some kinds, with its name, what it was given and what it gave."""
+
+        def shown(name: str) -> Callable[..., None]:
+            return lambda module, args, kwargs, made: see(name, module, (args, kwargs), made)
+
+        named = [(name, one) for name, one in self.module.named_modules() if isinstance(one, kinds)]
+        handles = [one.register_forward_hook(shown(name), with_kwargs=True) for name, one in named]
+        try:
+            self.forward(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def within(self, most: int) -> Inputs:
         """The inputs with so many rows that they have no more bytes, or as they are where that does not run."""
         rows = self.inputs.rows * most // max(1, sum(one.nbytes for one in self.inputs.by_rows()))
         if not max(_ROWS) < rows < self.inputs.rows:
             return self.inputs
-        few = self.inputs.changed(lambda one: one[:rows] if self.inputs.has_rows(one) else one)
-        try:
-            self.forward(few)
-        except Unknown:
-            return self.inputs
-        return few
+        return self._first(self.inputs, rows)[0]
 
     def few_rows(self, dim: int = 0) -> Inputs:
         """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
         inputs = self.inputs.along(dim) if dim else self.inputs
         sizes = {size for one in inputs.tensors() for dim, size in enumerate(one.shape) if dim != inputs.dim}
-        for rows in _ROWS:
-            if rows < inputs.rows and rows not in sizes:
-                few = inputs.changed(
-                    lambda one, rows=rows: one.narrow(inputs.dim, 0, rows) if inputs.has_rows(one) else one  # type: ignore[misc]
-                )
-                try:
-                    outputs = self.forward(few)
-                except Unknown:
-                    return inputs
-                return few if any(one.dim() for one in tensors(outputs)) else inputs
-        return inputs
+        rows = next((one for one in _ROWS if one < inputs.rows and one not in sizes), None)
+        few, outputs = (inputs, None) if rows is None else self._first(inputs, rows)
+        return few if any(one.dim() for one in tensors(outputs)) else inputs
+
+    def _first(self, inputs: Inputs, rows: int) -> tuple[Inputs, Any]:
+        """The first rows, and what they give; the inputs as they are where that does not run."""
+        few = inputs.changed(lambda one: one.narrow(inputs.dim, 0, rows) if inputs.has_rows(one) else one)
+        try:
+            return few, self.forward(few)
+        except Unknown:
+            return inputs, None
 
 
 class _Muted:
@@ -228,8 +247,9 @@ class _Alone(Mode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def as_it_is(one: Any) -> Any:
+    """The same."""
+    return one
 
 
 @contextmanager
@@ -251,7 +271,7 @@ def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(True))
             if has_hooks_on_saved_tensors():  # only the last ones run
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is))
             for kind in {"cpu", *(device.type for device in in_use())}:
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))

@@ -7,13 +7,13 @@ import linecache
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, following, said, slots_of
 from anybatch.doctor.ask.tape import Loss, Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -58,7 +58,8 @@ _MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of
 @asks("weighed away")
 def weighed_away(step: Step) -> Iterator[Probed]:
     """Whether what parameters make alone scales a loss, and may make it 0 whatever the rest of the net does."""
-    own, follows, values = float(step.values[step.loss.slot].sum()), _following(step), step.values
+    own, values = step.own, step.values
+    follows = following(step.operations, step.inputs, lambda one: one.drawn is not None)  # more than parameters
     small = [slot for slot, one in step.parameters.items() if one.requires_grad and one.numel() <= _FEW]
     for operation in step.used("mul", "div") if own > 0 else ():
         given = operation.given
@@ -72,15 +73,6 @@ def weighed_away(step: Step) -> Iterator[Probed]:
                 there = step.loss_with(held={slot: (step.parameters[slot].detach() + far).requires_grad_()})
                 if 0 <= there < _VANISHED * own:
                     yield said(operation, op=operation.name, loss=own, there=there, far=far)
-
-
-def _following(step: Step) -> set[Slot]:
-    """The slots that depend on anything but parameters."""
-    found = set(step.inputs)
-    for operation in step.operations:
-        if operation.drawn is not None or found & set(operation.given):
-            found |= set(operation.outs)
-    return found
 
 
 @asks("softmax axis")
@@ -127,8 +119,9 @@ def hidden_tokens(step: Step) -> Iterator[Probed]:
         else:
             continue
         small = (mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask).bool()
+        hidden = small.double()
         for one in paddings:
-            if small.shape == one.shape and _mean_of(small[~one]) >= _MOSTLY > 1 - _MOSTLY >= _mean_of(small[one]):
+            if small.shape == one.shape and hidden[~one].mean() >= _MOSTLY > 1 - _MOSTLY >= hidden[one].mean():
                 yield said(operation, op=operation.name)
 
 
@@ -137,10 +130,6 @@ def _shown_by(step: Step, operation: Operation) -> torch.Tensor | None:
     given = operation.kwargs.get("attn_mask", operation.args[3] if len(operation.args) > 3 else None)
     mask = step.values.get(given) if given is not None else None
     return mask if mask is not None and mask.dtype is torch.bool else None
-
-
-def _mean_of(hidden: torch.Tensor) -> float:
-    return float(hidden.double().mean())
 
 
 def _ends_of(given: torch.Tensor) -> torch.Tensor | None:
@@ -473,7 +462,7 @@ def _alikeness(step: Step, slot: Slot) -> int:
 @asks("unlikely", of_rows=False)
 def unlikely(step: Step) -> Iterator[Probed]:
     """Whether what is minimised is, as its line says, a log-likelihood of data."""
-    made = next((one for one in reversed(step.operations) if step.loss.slot in one.outs), None)
+    made = next(step.path(step.loss.slot), None)
     if made is None or made.name not in ("mean", "sum"):
         raise Unknown("the loss is no mean")
     text = _right(made).strip()
@@ -539,14 +528,10 @@ def _is_masked(operation: Operation, step: Step) -> bool:
 def _is_all(step: Step, made: Slot) -> bool:
     """Whether nothing of the parameters reaches the loss but through a tensor, or what that one is made of."""
     source = made
-    for one in reversed(step.tape.operations):
-        if source in one.outs and one.kind in _THROUGH:
-            source = next(iter(one.given), source)
-    needed = {step.loss.slot}
-    for one in reversed(step.operations):
-        if needed & (set(one.outs) - {source}):
-            needed |= set(one.given)
-    return not needed & step.parameters.keys()
+    for one in takewhile(lambda one: one.kind in _THROUGH, step.path(made)):
+        source = next(iter(one.given), source)
+    makers = [one for one in step.operations if source in one.outs]
+    return not slots_of(step.tape, step.loss, but=makers) & step.parameters.keys()
 
 
 def _is_probability(step: Step, slot: Slot, *names: str) -> bool:

@@ -14,7 +14,7 @@ _NO_GRADIENT = ("no_grad", "inference_mode")
 def not_cut(scene: Scene) -> Iterator[Edit]:
     """What cuts the graph in the line of the finding goes: ``.detach()``, ``.data``, ``.item()``, ``torch.tensor``."""
     source, statement = scene.source, scene.statement
-    cuts = [one for name in ("detach", "item", "numpy") for one in within(source, statement, methods(source, name))]
+    cuts = [one for name in ("detach", "item", "numpy") for one in within(statement, methods(source, name))]
     if cuts:
         if len(cuts) > 1:
             yield source.edit([change for cut in cuts for change in _without_call(source, cut)])
@@ -49,7 +49,7 @@ def not_detached_on_the_way(scene: Scene) -> Iterator[Edit]:
     source, statement = scene.source, scene.statement
     if not source.calls(statement, "backward"):
         raise UnclearEdit("the place is no backward")
-    before = [one for one in within(source, source.scope(statement), methods(source, "detach"))
+    before = [one for one in within(source.scope(statement), methods(source, "detach"))
               if one.lineno < statement.lineno]  # fmt: skip
     yield from each(source, reversed(before[-3:]), lambda cut: _without_call(source, cut))
 

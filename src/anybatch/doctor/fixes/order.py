@@ -31,9 +31,7 @@ def cleared_behind_the_step(scene: Scene) -> Iterator[Edit]:
 def step_behind_the_backward(scene: Scene) -> Iterator[Edit]:
     """The step that is missing follows the backward."""
     source, backward = scene.backward()
-    code = only(scene.fix, "statements of the fix")
-    if not isinstance(code, ast.Expr) or not isinstance(code.value, ast.Call) or called(code.value) != "step":
-        raise UnclearEdit("the fix is no step")
+    scene.call("step")
     yield source.edit([source.inserted(backward, scene.code, after=True)])
 
 
@@ -97,20 +95,15 @@ def unscaled_once(scene: Scene) -> Iterator[Edit]:
 
 
 def _scaler_step(scene: Scene) -> tuple[UserSource, ast.stmt, ast.Call]:
-    lines = {(one.file, one.line) for one in scene.run.of(Scaler) if one.call == "step" and one.file}
-    file, line = only(sorted(lines), "steps of a scaler")
-    source = scene.read(file)
-    statement = source.statement(line)
+    source, statement = scene.only_one((one for one in scene.run.of(Scaler) if one.call == "step"), "steps of a scaler")
     return source, statement, source.one_call(statement, "step")
 
 
 def _line_of(scene: Scene, kind: type[Cleared] | type[Clipped]) -> tuple[UserSource, ast.stmt]:
     """The statement of the finding if it is such a call, otherwise the only one of the run."""
-    lines = {(one.file, one.line) for one in scene.run.of(kind) if one.file}
-    place = scene.finding.place
-    file, line = (place.file, place.line) if (place.file, place.line) in lines else only(sorted(lines), "such calls")
-    source = scene.read(file)
-    statement = source.statement(line)
+    every, place = list(scene.run.of(kind)), scene.finding.place
+    here = [one for one in every if (one.file, one.line) == (place.file, place.line)]
+    source, statement = scene.only_one(here or every, "such calls")
     if not isinstance(statement, ast.Expr | ast.Assign):
         raise UnclearEdit("the call is part of something larger")
     return source, statement
@@ -195,11 +188,7 @@ _PLAIN = 1e-2
 
 def _receiver(scene: Scene, method: str) -> str:
     """What the fix calls a method of: ``model`` of ``model.train()``."""
-    code = only(scene.fix, "statements of the fix")
-    call = code.value if isinstance(code, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != method:
-        raise UnclearEdit(f"the fix is no call of {method}")
-    return ast.unparse(call.func.value)
+    return ast.unparse(receiver(scene.call(method)))
 
 
 @edits_of("EVAL_IN_TRAINING", "DROPOUT_NEVER_ON")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.crashing.usercode import nodes_in
+from anybatch.doctor.crashing.usercode import called, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, is_code
+from anybatch.records.lines import Placed
 from anybatch.records.runs import Run
 from anybatch.records.tables import OptimizerFacts
 
@@ -79,11 +80,22 @@ class Scene:
         only(self.fix, "statements of the fix")
         return self.finding.fix.split("  #")[0].rstrip()
 
+    def call(self, method: str) -> ast.Call:
+        """The call of a method that the fix is."""
+        code = only(self.fix, "statements of the fix")
+        if not isinstance(code, ast.Expr) or not isinstance(code.value, ast.Call) or called(code.value) != method:
+            raise UnclearEdit(f"the fix is no call of {method}")
+        return code.value
+
     def origin(self) -> tuple[UserSource, ast.stmt]:
         """Where what crashed later was made, as the evidence says."""
         file, line = self.finding.evidence.get("origin_file"), self.finding.evidence.get("origin_line")
         if not isinstance(file, str) or not isinstance(line, int):
             raise UnclearEdit("the evidence has no origin")
+        return self.at(file, line)
+
+    def at(self, file: str, line: int) -> tuple[UserSource, ast.stmt]:
+        """A file and the statement at one of its lines."""
         source = self.read(file)
         return source, source.statement(line)
 
@@ -105,8 +117,7 @@ class Scene:
         facts = self.optimizer()
         if not facts.is_made_there or not facts.file:
             raise UnclearEdit("it is not known where the optimizer is made")
-        source = self.read(facts.file)
-        statement = source.statement(facts.line)
+        source, statement = self.at(facts.file, facts.line)
         return source, statement, source.one_call(statement, facts.cls)
 
     def stepping(self) -> tuple[UserSource, ast.stmt, str]:
@@ -128,9 +139,11 @@ class Scene:
         lines = Counter((one.file, one.line) for one in facts if one.file)
         if not lines:
             raise UnclearEdit("no such call was seen in a file of the user")
-        (file, line), _ = lines.most_common(1)[0]
-        source = self.read(file)
-        return source, source.statement(line)
+        return self.at(*lines.most_common(1)[0][0])
+
+    def only_one(self, facts: Iterable[Placed], what: str) -> tuple[UserSource, ast.stmt]:
+        """The statement that all of some events come from."""
+        return self.at(*only(sorted({(one.file, one.line) for one in facts if one.file}), what))
 
 
 def edits(finding: Finding, run: Run, read: Callable[[str], UserSource], most: int = 4) -> Iterator[Edit]:
@@ -207,7 +220,7 @@ def methods(source: UserSource, name: str) -> list[ast.Call]:
     return [one for one in found if isinstance(one.func, ast.Attribute) and not one.args and not one.keywords]
 
 
-def within(source: UserSource, outer: ast.AST, calls: Iterable[ast.Call]) -> list[ast.Call]:
+def within(outer: ast.AST, calls: Iterable[ast.Call]) -> list[ast.Call]:
     """Those calls that are in a node."""
     inside = set(ast.walk(outer))
     return [one for one in calls if one in inside]

@@ -30,9 +30,7 @@ def whole_model(scene: Scene) -> Iterator[Edit]:
 def further_group(scene: Scene) -> Iterator[Edit]:
     """The group that is missing is added behind the line that makes the optimizer."""
     source, statement, _ = scene.construction()
-    code = only(scene.fix, "statements of the fix")
-    if not isinstance(code, ast.Expr):
-        raise UnclearEdit("the fix is no call")
+    scene.call("add_param_group")
     yield source.edit([source.inserted(statement, scene.code, after=True)])
 
 
@@ -204,12 +202,10 @@ def rate_behind_the_checkpoint(scene: Scene) -> Iterator[Edit]:
     source, made, call = scene.construction()
     rate = next((one.value for one in call.keywords if one.arg == "lr"), None)
     asked = repr(scene.number("asked")) if rate is None else source.of(rate)
-    loads = {(one.file, one.line) for one in scene.run.of(Loaded) if one.into == "optimizer" and one.file}
-    file, line = only(sorted(loads), "lines that load an optimizer")
-    loading = scene.read(file).statement(line)
-    if file != source.path or (source.scope(made) is not scene.read(file).scope(loading) and rate is not None):
+    loads = (one for one in scene.run.of(Loaded) if one.into == "optimizer")
+    target, loading = scene.only_one(loads, "lines that load an optimizer")
+    if target.path != source.path or (source.scope(made) is not target.scope(loading) and rate is not None):
         asked = repr(scene.number("asked"))
-    target = scene.read(file)
     name = primary(target, receiver(target.one_call(loading, "load_state_dict")))
     code = f'for group in {name}.param_groups:\n    group["lr"] = {asked}'
     yield target.edit([target.inserted(loading, code, after=True)])
