@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.syntax import Syntax
 
-from anybatch.cli.options import INTERRUPTED, json_option
+from anybatch.cli.options import INTERRUPTED, file_option, force_option, json_option
 from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.errors import DoesNotFit
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
-_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation and the sample
+_QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
 # A prime number of samples, so that the last micro-batch is short.
 _SAMPLES, _QUICK_SAMPLES = 37, 19
@@ -69,15 +69,17 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
+@file_option("-o", "--output", default="anybatch-demo.html", help="The page to write.")
 @json_option("the findings")
-def demo_command(*, json_path: Path | None, **values: Any) -> None:
+@force_option
+def demo_command(*, output: Path, json_path: Path | None, force: bool, **values: Any) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
-    compares its gradient, memory and time with those of the whole batch, and trains the model. Ctrl-C ends training
-    early and keeps the result.
+    compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML page shows the
+    curves. Ctrl-C ends training early and keeps the result.
     """
-    options, outputs = Options(**values), Outputs(json_path)
+    options, outputs = Options(**values), Outputs(json_path, page=output, force=force)
     screen = Terminal(outputs.console())
     try:
         _run(options, screen, outputs)
@@ -104,7 +106,9 @@ def _run(options: Options, screen: Terminal, outputs: Outputs) -> None:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
-    outputs.write(record.to_dict())
+    from anybatch.demo.presentation import demo_page
+
+    outputs.write(record.to_dict(), page_of=lambda: demo_page(record))
     _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
 
 
@@ -150,7 +154,7 @@ def _record(options: Options, screen: Terminal, text: "SourceText", facts: "Text
         plan = comparison.plan_update(model, batch, settings, options.memory)
     show_choice(plan, screen)
     screen.line()
-    show_ways(plan, screen, _MOST_WAYS, "--json")
+    show_ways(plan, screen, _MOST_WAYS, "the page")
     with _stage(screen, "2. The gradient of one logical batch", "computing ..."):
         compared = comparison.compare_gradients(model, batch, plan=plan, rounds=3 if quick else 6)
     screen.table(presentation.comparison_table(compared))

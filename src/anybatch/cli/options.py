@@ -124,14 +124,15 @@ def json_option(what: str) -> Callable[[Function], Function]:
         "--json",
         "json_path",
         metavar="FILE",
-        type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+        type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
         help=f"Write {what} as JSON; - for standard output.",
     )
 
 
-def file_option(*names: str, help: str) -> Callable[[Function], Function]:
+def file_option(*names: str, help: str, default: str | None = None) -> Callable[[Function], Function]:
     """Adds an option that names a file to write."""
-    return click.option(*names, metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help=help)
+    file = click.Path(dir_okay=False, writable=True, path_type=Path)
+    return click.option(*names, metavar="FILE", type=file, default=default, show_default=True, help=help)
 
 
 page_option = file_option("-o", "--output", help="Write an HTML page.")

@@ -193,6 +193,43 @@ def fan_chart(steps: Sequence[int], rows: Sequence[Sequence[float]], axis: Axis)
     return f'<svg class="fan" viewBox="0 0 160 32" aria-hidden="true">{"".join(parts)}</svg>'
 
 
+def bar_chart(
+    bars: Sequence[tuple[str, float]],
+    *,
+    label: str,
+    level: tuple[str, float] | None = None,
+    is_logarithmic: bool = False,
+) -> str:
+    """Draws horizontal bars (dots if logarithmic), the first one on top, and an optional vertical line ``level``."""
+    values = [value for _, value in bars] + ([level[1]] if level else [])
+    scale = _scale(values if is_logarithmic else [0.0, *values], is_logarithmic, 0.0)
+    left, top, height = 130, 24 if level else 6, 30
+    bottom = top + height * len(bars)
+
+    def x(value: float) -> float:
+        return left + (_WIDTH - left - 30) * scale.part(value)
+
+    parts = []
+    ticks = scale.ticks()
+    for value, text in zip(ticks, scale.labels(ticks), strict=True):
+        parts.append(f'<path class="grid" d="M{x(value):.1f} {top}V{bottom}"/>')
+        parts.append(f'<text class="mid" x="{x(value):.1f}" y="{bottom + 15}">{text}</text>')
+    for index, (name, value) in enumerate(bars):
+        y = top + height * (index + 0.5)
+        parts.append(f'<text class="end" x="{left - 8}" y="{y + 4:.1f}">{text_of(name, _NAME_LENGTH)}</text>')
+        parts.append(
+            f'<path class="dot c0" d="M{x(value):.1f} {y}h0"/>'
+            if is_logarithmic
+            else f'<rect class="bar" x="{left}" y="{y - 9:.1f}" width="{max(0.5, x(value) - left):.1f}" height="18"/>'
+        )
+    if level:
+        side = ("end", -4) if x(level[1]) > _WIDTH * 0.7 else ("", 4)
+        parts.append(f'<path class="level" d="M{x(level[1]):.1f} {top - 4}V{bottom}"/>')
+        parts.append(f'<text class="{side[0]}" x="{x(level[1]) + side[1]:.1f}" y="12">{text_of(level[0])}</text>')
+    parts.append(f'<text class="mid" x="{(left + _WIDTH - 30) / 2}" y="{bottom + 32}">{text_of(label)}</text>')
+    return _svg(_WIDTH, bottom + 38, parts)
+
+
 def dot_chart(
     dots: Sequence[tuple[float, float]],
     *,

@@ -15,9 +15,11 @@ from anybatch.cli import demo as command
 from anybatch.demo import comparison, corpus
 from anybatch.demo.training import TrainingRun
 from anybatch.records.plans import Plan
+from anybatch.report import pages
 from anybatch.units import format_bytes
 
 STAGES = ("1. The plan", "2. The gradient", "3. Training", "4. What the model writes", "entropy of a single byte: 4.")
+PAGE = Path("anybatch-demo.html")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,8 @@ def invoke(*arguments: str, samples: int = 11) -> Result:
 def test_the_command_trains_and_writes_what_it_says() -> None:
     done = invoke("--updates", "3", "--json", "found.json", samples=19)
     assert done.exit_code == 0, done.output
+    assert str(PAGE.absolute()) in done.output.replace("\n", "")
+    assert pages.is_own_page(PAGE)
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     assert found["comparison"]["split"]["error"] <= found["comparison"]["bound"]
     assert len(found["training"]["losses"]) == 3
@@ -94,6 +98,34 @@ def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:
     assert done.exit_code == 1
     assert "MiB" in done.output
     assert not Path("found.json").exists()
+    assert not PAGE.exists()
+
+
+@pytest.mark.usefixtures("remembered_plan")
+def test_a_page_of_somebody_else_is_overwritten_only_by_force() -> None:
+    page = Path("mine.html")
+    page.write_text("<p>mine</p>", encoding="utf-8")
+    done = invoke("--updates", "1", "-o", str(page))
+    assert (done.exit_code, page.read_text(encoding="utf-8")) == (2, "<p>mine</p>")
+    assert "--force" in done.output
+    assert STAGES[0] not in done.output  # nothing has been computed in vain
+    assert invoke("--updates", "1", "-o", str(page), "--force").exit_code == 0
+    assert invoke("--updates", "1", "-o", str(page)).exit_code == 0  # its own page
+    assert pages.is_own_page(page)
+    assert not PAGE.exists()
+
+
+@pytest.mark.parametrize("option", ["-o", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_training(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("held").write_text("", encoding="utf-8")
+    access = os.access
+    # The administrator may write any file, so that its mode alone would not do.
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != ("held", os.W_OK) and access(path, mode))
+    done = invoke(option, "held", "--force")
+    assert done.exit_code == 2
+    assert "'held' is not writable" in done.output
 
 
 @pytest.mark.parametrize(
@@ -101,6 +133,8 @@ def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:
     [
         (["--updates", "0"], "0"),
         (["--memory", "lots"], "got 'lots'; expected a number of bytes"),
+        (["-o", "nowhere/page.html"], "does not exist"),
+        (["-o", "empty"], "is a directory"),
         (["--json", "nowhere/found.json"], "does not exist"),
         (["--sources", "empty"], "got 0 Python files"),
         (["--sources", "nowhere"], "nowhere"),
@@ -111,6 +145,7 @@ def test_wrong_usage_ends_with_2_before_anything_runs(arguments: list[str], said
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert said in done.output
+    assert not PAGE.exists()
     assert not Path("found.json").exists()
 
 
@@ -122,6 +157,7 @@ def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
     done = invoke("--json", "found.json")
     assert done.exit_code == 130
     assert "Stopped" in done.output
+    assert not PAGE.exists()
     assert not Path("found.json").exists()
 
 
@@ -140,6 +176,7 @@ def test_ctrl_c_in_training_keeps_what_was_reached(monkeypatch: pytest.MonkeyPat
     assert "Stopped early." in done.output
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))["training"]
     assert (found["stopped_early"], len(found["losses"])) == (True, 1)
+    assert PAGE.exists()
     assert signal.getsignal(signal.SIGINT) is before
 
 

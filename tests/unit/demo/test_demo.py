@@ -1,7 +1,9 @@
-"""The demonstration: its text, its model, its comparison, its training and its record."""
+"""The demonstration: its text, its model, its comparison, its training and its page."""
 
+import html
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from anybatch.demo import comparison, corpus, facts, presentation, training, tra
 from anybatch.errors import DoesNotFit
 from anybatch.memory import meter
 from anybatch.records.plans import Plan
+from anybatch.report import frontier
+from anybatch.report.svg import Curve, bar_chart, line_chart
 
 SAMPLES = 19
 
@@ -285,7 +289,42 @@ def test_batches_lie_within_the_text(extra: int, context: int) -> None:
     assert torch.equal(batch["y"], (batch["x"] + 1) % 256)
 
 
-# The record.
+# The page and the record.
+
+
+def test_the_page_is_the_same_for_the_same_record_and_loads_nothing(record: facts.DemoRecord) -> None:
+    page = presentation.demo_page(record)
+    assert presentation.demo_page(record) == page
+    assert page.count("<figure") == 4
+    assert page.count("<script>") == 1  # the page's own
+    assert not re.search(r"<script[^>]|<(link|img|iframe|object|embed)\b|@import|(src|href)\s*=\s*[\"'](?!#)", page)
+    assert not re.search(r"url\((?!#)", page)
+    assert "&lt;/pre&gt;&lt;script&gt;" in page
+    assert "/usr/lib/&lt;python&gt;" in page
+
+
+def test_the_page_says_what_the_terminal_says(record: facts.DemoRecord) -> None:
+    page = html.unescape(presentation.demo_page(record))
+    for heading in ("The plan", "The gradient of one logical batch", "Training", "What the model wrote", "This run"):
+        assert f"<h2>{heading}</h2>" in page
+    cells = [cell for row in presentation.comparison_table(record.comparison).rows for cell in row]
+    cells += [cell for point in record.training.points for cell in presentation.curve_row(point)]
+    assert [cell for cell in cells if f"<td>{cell}</td>" not in page] == []
+    for said in (
+        "is the whole batch's, up to rounding",
+        f"{frontier.summary_of(record.plan)}.",
+        presentation.outcome_text(record.text, record.plan, record.training),
+        record.sample,
+    ):
+        assert said in page
+    bad = replace(record.comparison, split=record.comparison.loop)
+    assert "is NOT the whole batch's" in html.unescape(presentation.demo_page(replace(record, comparison=bad)))
+    assert "What the model wrote" not in presentation.demo_page(replace(record, sample=""))
+
+
+def test_no_id_comes_twice(record: facts.DemoRecord) -> None:
+    ids = re.findall(r'\sid="([^"]+)"', presentation.demo_page(record))
+    assert len(ids) == len(set(ids))
 
 
 def test_the_record_goes_to_json_and_back(record: facts.DemoRecord) -> None:
@@ -306,3 +345,23 @@ def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
     assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
     stopped = replace(record.training, stopped_early=True, peak_bytes=None)
     assert presentation.outcome_text(record.text, record.plan, stopped).startswith("Stopped early.")
+
+
+def test_charts_are_plain_svg() -> None:
+    line = line_chart([Curve("a", [0, 1], [1.0, 2.0])], x_label="x", y_label="y")
+    bars = bar_chart([("a", 1e-7), ("b", 1e-2)], label="z", level=("l", 1e-5), is_logarithmic=True)
+    for svg in (line, bars):
+        assert svg.startswith("<svg")
+        assert svg.rstrip().endswith("</svg>")
+
+
+def test_bars_are_as_long_as_their_values_and_dots_as_far_as_their_powers() -> None:
+    values = [("small", 10.0), ("large", 1000.0)]
+    widths = [float(width) for width in re.findall(r'class="bar"[^>]* width="([\d.]+)"', bar_chart(values, label="z"))]
+    assert widths[1] == pytest.approx(100 * widths[0], rel=0.05)
+    # A gradient may be bitwise equal: its error of zero is left of all others.
+    dots = bar_chart([("none", 0.0), *values], label="z", level=("l", 100.0), is_logarithmic=True)
+    none, small, large = (float(x) for x in re.findall(r'class="dot c0" d="M([\d.]+) ', dots))
+    (level,) = (float(x) for x in re.findall(r'class="level" d="M([\d.]+) ', dots))
+    assert none < small < level < large
+    assert large - level == pytest.approx(level - small, abs=0.2)
