@@ -129,7 +129,7 @@ def prove(
     Raises:
         NotSplittable: in micro-batches the gradient is not the whole batch's.
     """
-    own = Options(model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, **options)
+    own = Options(model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, **options | {"verify": "first"})
     return Gradient(own, _proofs(own)).prove(batch)
 
 

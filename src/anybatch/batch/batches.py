@@ -79,10 +79,11 @@ def _chosen_of(value: Any, choices: Sequence[Sequence[int]], label: str) -> list
             pack_sequence([sequences[i] for i in chosen], enforce_sorted=is_sorted and isinstance(chosen, range))
             for chosen in choices
         ]
-    is_array, items = rows_of(value) is not None, value if isinstance(value, (list, tuple)) else list(value)
+    is_array = rows_of(value) is not None
+    items = value if is_array or isinstance(value, (list, tuple)) else list(value)
     found = []
     for chosen in choices:
-        if isinstance(chosen, range) and (is_array or items is value):
+        if isinstance(chosen, range) and items is value:
             part = value[chosen.start : chosen.stop]
         else:
             part = value[chosen] if is_array else type(value)([items[i] for i in chosen])
@@ -264,7 +265,7 @@ class Splittable:
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
-        found = self._cut(parts) if self.collate is None else map(self.collated, parts)
+        found = self._cut(parts) if self.collate is None else (self.collated(part) for part in parts)
         if self.are_arrays_copied and not self.is_copied:
             return (writable(one, arrays_only=True) for one in found)
         return map(writable, found) if self.is_copied else found

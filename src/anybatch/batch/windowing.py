@@ -129,6 +129,8 @@ def _by_batches(size: int, loader: Iterable[Any]) -> Iterator[Window]:
     coming = iter(loader)
     while held := list(itertools.islice(coming, size)):
         yield Window(held)
+        if len(held) < size:  # a loader may begin again when it is asked after its end
+            return
 
 
 def _by_samples(size: int, broadcast: Sequence[str], loader: Iterable[Any]) -> Iterator[Window]:

@@ -50,8 +50,9 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "Applied":
             f"the head {head!r} is a {type(linear).__name__}; expected a torch.nn.Linear with its own forward, whose "
             "result goes into the cross-entropy"
         )
-    applied = Applied()
-    applied.callback(place.put_on(_Head(linear, chunks, applied)))
+    layer = _Head(linear, chunks)
+    applied = Applied([place.put_on(layer)])
+    applied.head = layer
     return applied
 
 
@@ -66,21 +67,27 @@ def is_linear(module: torch.nn.Module) -> bool:
 
 
 class Applied(Handle):
-    """Takes memory optimizations off, and counts the uses of a loss in chunks, if there is one among them.
+    """Takes memory optimizations off, and knows the uses of a loss in chunks, if there is one among them."""
 
-    Attributes:
-        taken: how many calls of the cross-entropy were computed in chunks.
-        computed: how many times all logits were computed after all, since something else looked at them.
-    """
+    head: "_Head | None" = None
 
-    taken = computed = 0
+    @property
+    def taken(self) -> int:
+        """How many calls of the cross-entropy were computed in chunks."""
+        return 0 if self.head is None else self.head.taken
+
+    @property
+    def computed(self) -> int:
+        """How many times all logits were computed after all, since something else looked at them."""
+        return 0 if self.head is None else self.head.computed
 
 
 class _Head:
-    """The layer around the head."""
+    """The layer around the head; it lies in the module, so that it has to pickle with it."""
 
-    def __init__(self, linear: Any, chunks: int, uses: Applied) -> None:
-        self.chunks, self.uses, self._linear = chunks, uses, linear
+    def __init__(self, linear: Any, chunks: int) -> None:
+        self.chunks, self._linear = chunks, linear
+        self.taken = self.computed = 0
 
     def __call__(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = args[0] if args else kwargs.get("input")
@@ -164,7 +171,7 @@ class Product:
             self.check()
             with torch.set_grad_enabled(self.with_gradient), self.autocast.again():
                 self._result = F.linear(self.hidden, self.weight, self.bias)
-            self.head.uses.computed += 1
+            self.head.computed += 1
         return self._result
 
     def add_view(self, view: "LazyLogits") -> None:
@@ -329,7 +336,7 @@ def _cross_entropy(
     with torch.set_grad_enabled(torch.is_grad_enabled() and product.with_gradient):
         loss = chunked(rows, product.weight, product.bias)
     product.is_taken = True
-    product.head.uses.taken += not in_backward()  # a block that is recomputed takes its loss again
+    product.head.taken += not in_backward()  # a block that is recomputed takes its loss again
     return loss
 
 

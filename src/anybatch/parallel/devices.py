@@ -127,7 +127,7 @@ class ModelCopy:
         """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
         return _copied(value, self._leaf, {})
 
-    def _leaf(self, value: Any) -> Any:
+    def _leaf(self, value: Any, inner: Callable[[Any], Any]) -> Any:
         if isinstance(value, torch.Tensor):
             return self._leaves.get(id(value), (value, value))[1]
         if isinstance(value, torch.nn.Module):
@@ -135,10 +135,8 @@ class ModelCopy:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
             return types.MethodType(value.__func__, self._modules.get(id(value.__self__), value.__self__))
         if type(value) is functools.partial:
-            arguments, options = self.translated((value.args, value.keywords))
-            return functools.partial(self.translated(value.func), *arguments, **options)
-        if type(value) in _DICTIONARIES and any(map(_is_observer, value.values())):
-            return self.translated(type(value)((key, one) for key, one in value.items() if not _is_observer(one)))
+            options = {key: inner(one) for key, one in value.keywords.items()}
+            return functools.partial(inner(value.func), *map(inner, value.args), **options)
         return value
 
     def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -166,18 +164,19 @@ class ModelCopy:
 _DICTIONARIES = (dict, OrderedDict)
 
 
-def _copied(value: Any, leaf: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+def _copied(value: Any, leaf: Callable[[Any, Callable[[Any], Any]], Any], known: dict[int, tuple[Any, Any]]) -> Any:
     """A copy of containers, with their attributes, in which other values are what ``leaf`` gives for them.
 
     Args:
+        leaf: of a value, and of the function that copies what is within it.
         known: containers with their begun copies, by ``id``, since they may refer to each other.
     """
-    if (found := leaf(value)) is not value:
-        return found
 
     def inner(one: Any) -> Any:
         return _copied(one, leaf, known)
 
+    if (found := leaf(value, inner)) is not value:
+        return found
     if type(value) is tuple:
         return tuple(map(inner, value))
     if isinstance(value, tuple):
@@ -189,7 +188,10 @@ def _copied(value: Any, leaf: Callable[[Any], Any], known: dict[int, tuple[Any, 
     if isinstance(value, dict):
         put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
         for key, one in value.items():
-            put(made, key, inner(one))
+            if type(value) in _DICTIONARIES and _is_observer(one):
+                made.pop(key)
+            else:
+                put(made, key, inner(one))
     elif isinstance(value, list):
         list.__setitem__(made, slice(None), [inner(one) for one in value])
     else:

@@ -242,9 +242,9 @@ class QuickFakeMode(FakeTensorMode):
     def _known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
         """The cache key, ``None`` for what is not cached, and the result as far as it is known."""
         key = self._key(func, args, kwargs) if _can_be_known(func) else None
-        if key is None or key not in self._results:
+        known: Any = _UNKNOWN if key is None else self._results.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
             return key, _UNKNOWN
-        known = self._results[key]
         return key, args[0] if known is None else self._made(known, args)
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:

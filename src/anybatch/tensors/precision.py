@@ -147,7 +147,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start, part in zip(range(0, bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
+    for start in range(0, bits.numel(), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE]
         odd = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)
         total += (part * odd).sum()  # integers wrap around, in whatever order they are added
     return total

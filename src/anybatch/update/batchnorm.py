@@ -289,7 +289,8 @@ class _Statistics:
         self._number += 1
 
     def _end_of_batch(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._module.momentum = self._momentum
+        if self._merges:
+            self._module.momentum = self._momentum
         self._put_back()
         with torch.no_grad():
             for merged in self._calls if kind is None else ():

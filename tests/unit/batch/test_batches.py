@@ -405,3 +405,35 @@ def test_small_types_that_torch_does_not_order_are_taken() -> None:
         model, lambda model, batch: model(batch["x"]).square().mean(), batch, micro_batch_size=2, scaler=scaler
     )
     assert out.micro_batches == 4
+
+
+def test_a_collate_function_that_is_exhausted_does_not_end_the_batch() -> None:
+    model, calls = nn.Linear(3, 1), list[int]()
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        calls.append(len(samples))
+        if len(calls) == 3:
+            next(iter(()))
+        return torch.stack(samples)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch).mean()
+        return found
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        anybatch.backward(
+            model, loss_fn, [torch.ones(3) for _ in range(8)], micro_batch_size=2, collate=collate, verify="off"
+        )
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_array_is_cut_without_reading_its_rows() -> None:
+    class Rows(np.ndarray):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("one object for each row")
+
+    rows = np.arange(24.0).reshape(12, 2).view(Rows)
+    splittable = Splittable({"x": rows})
+    parts = list(splittable.materialise(splittable.plan(5)))
+    assert [len(part["x"]) for part in parts] == [5, 5, 2]
+    assert np.array_equal(np.concatenate([np.asarray(part["x"]) for part in parts]), np.asarray(rows))

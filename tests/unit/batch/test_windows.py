@@ -232,3 +232,22 @@ def test_time_first_batches_are_cut_by_their_samples() -> None:
     batches = [{"x": torch.arange(12.0).reshape(4, 3), "y": torch.arange(3)} for _ in range(2)]
     found = list(anybatch.windows(batches, samples=4, layout={"x": 1}))
     assert [[tuple(batch["x"].shape) for batch in window] for window in found] == [[(4, 3), (4, 1)], [(4, 2)]]
+
+
+def test_a_loader_that_begins_again_after_its_end_is_not_asked_again() -> None:
+    class Again:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return self
+
+        def __next__(self) -> torch.Tensor:
+            self.at = (self.at + 1) % 6
+            if not self.at:
+                raise StopIteration
+            return torch.full((2, 3), float(self.at))
+
+    windows = anybatch.windows(Again(), batches=2)
+    assert [len(next(windows)) for _ in range(3)] == [2, 2, 1]
+    assert next(windows, None) is None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import anybatch
 import versions
 from anybatch.loss.cutting import _open_cuts
+from anybatch.parallel.devices import ModelCopy
 from device_models import THREE, TWO, batch_of, copy_of, cross_entropy, devices_of, small, step_of, weights_of
 from reference import assert_bitwise, assert_float64, gradients_of, whole_gradients
 
@@ -503,3 +504,30 @@ def test_containers_that_refer_to_each_other_or_are_not_copied_are_copied_and_le
     assert list(model.queue) == [model.layers[2]]
     assert model.in_order["z"] is model.layers[3]
     assert model.tree["kids"][0]["layer"] is model.layers[1]
+
+
+class Registry(dict[str, Any]):
+    """A container of the user's own class."""
+
+
+def test_containers_that_refer_to_each_other_through_a_function_are_copied() -> None:
+    def head(registry: Registry, layer: torch.nn.Linear, x: torch.Tensor) -> Any:
+        assert registry["layer"] is layer
+        return layer(x)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.registry = torch.nn.Linear(4, 3), Registry()
+            self.registry["layer"] = self.linear
+            self.registry["head"] = partial(head, self.registry, self.linear)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.registry["head"](x)
+
+    model, other = Net(), ModelCopy(torch.device("cpu"))
+    other.refresh([model])
+    copied = other.translated(model)
+    assert copied.registry is not model.registry
+    assert copied.registry["head"].args[0] is copied.registry
+    assert copied.registry["layer"] is copied.linear is not model.linear

@@ -200,3 +200,10 @@ def test_putting_on_does_not_depend_on_the_names_of_others() -> None:
         assert "forward" not in model.layers[2].__dict__
         assert (applied.taken, applied.computed) == (0, 0)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_is_saved_while_its_loss_is_in_chunks() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1000))
+    with chunk_loss(model, "1", 8):
+        again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again[1].weight, model[1].weight)

@@ -340,3 +340,17 @@ def test_an_error_in_the_backward_leaves_the_statistics_as_before_the_step() -> 
         anybatch.backward(model, image_loss, batch)
     assert_bitwise(left(model), before)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_momentum_that_the_loss_writes_stays() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        model[1].momentum *= 0.5
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        step(torch.randn(8, 3))
+    assert model[1].momentum == 0.1 / 8

@@ -315,3 +315,24 @@ def test_a_generator_of_ones_own_is_put_back_when_a_batch_starts_again(kind: str
     assert draws[0] == draws[1]
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_optimizer_with_a_closure_takes_parameters_without_numbers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.empty = nn.Linear(2, 1), nn.Parameter(torch.empty(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.linear(x) + self.empty.sum()
+            return found
+
+    model, x = Net(), torch.randn(6, 2)
+
+    def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (model(batch) - 1).square().mean()
+        return found
+
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.LBFGS(model.parameters(), max_iter=3), micro_batch_size=2)
+    first = step(x).loss
+    assert step(x).loss < first
