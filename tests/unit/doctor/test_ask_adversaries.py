@@ -194,3 +194,14 @@ def test_a_gradient_of_the_critic_that_its_generator_steps_with_is_told(loop: Ke
     for answer in run_probes(doctor):
         doctor.emit(answer)
     assert [one.code for one in diagnose(doctor.run)].count("AB206") == expected
+
+
+def test_what_takes_long_and_has_no_limit_is_asked_last() -> None:
+    made, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+    of_made, of_critic = (torch.optim.Adam(one.parameters()) for one in (made, critic))
+    with Doctor() as doctor:
+        for _ in range(4):
+            apart(made, critic, of_made, of_critic, bce, True)
+    asked = [one.probe for one in run_probes(doctor, seconds=0)]
+    assert asked.index("outweighed") < asked.index("rate") < asked.index("helped")
+    assert "helped" not in asked[: len(asked) - asked[::-1].index("related")]

@@ -165,7 +165,14 @@ def marked(weight: float, share: float) -> None:
 
 @pytest.mark.parametrize(
     ("weight", "share", "expected"),
-    [(0.14, 0.12, "yes"), (7.0, 0.12, "no"), (7.0, 0.88, "yes"), (0.14, 0.88, "no"), (4.0, 0.5, "no")],
+    [
+        (0.14, 0.12, "yes"),
+        (0.0, 0.12, "yes"),
+        (7.0, 0.12, "no"),
+        (7.0, 0.88, "yes"),
+        (0.14, 0.88, "no"),
+        (4.0, 0.5, "no"),
+    ],
 )
 def test_positive_targets_that_are_rare_and_weigh_less_are_told(weight: float, share: float, expected: str) -> None:
     assert answer(lambda: marked(weight, share), "positive weights") == expected

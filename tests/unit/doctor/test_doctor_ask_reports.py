@@ -155,6 +155,11 @@ def test_an_average_that_is_evaluated_and_still_is_the_beginning_is_told(train: 
     assert answer(train, "slow copy") == expected
 
 
+def test_an_average_is_asked_by_a_batch_where_no_step_was_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybatch.doctor.ask.keeping.has_compiled", lambda: True)
+    assert answer(Steep(0.0001), "slow copy") == "yes"
+
+
 @pytest.mark.parametrize(("again", "expected"), [(True, "yes"), (False, "")])
 def test_an_evaluation_that_draws_several_times_for_one_batch_is_told(again: bool, expected: str) -> None:
     def train() -> None:

@@ -156,6 +156,23 @@ def test_a_likelihood_that_is_minimised_is_told() -> None:
     assert answer(lambda: density(1, True), "unlikely") == "no"
 
 
+def test_what_is_done_with_a_loss_behind_its_backward_is_not_its_line() -> None:
+    def train() -> None:
+        net = nn.Linear(6, 2)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            dist = torch.distributions.Normal(net(x)[:, :1], net(x)[:, 1:].exp())
+            loss = dist.log_prob(x[:, :1]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                loss /= 2
+            optimizer.step()
+
+    assert answer(train, "unlikely") == "yes"
+
+
 def sequences(step: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor], *, each: bool = False) -> None:
     cell, head = nn.GRUCell(1, 5), nn.Linear(5, 1)
     optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()])

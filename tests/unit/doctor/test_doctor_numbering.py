@@ -30,6 +30,18 @@ def names(facts: list[Fact]) -> list[tuple[str, ...]]:
     return [one.names for one in Run(facts).parameters.values()]
 
 
+def test_classes_that_are_made_for_each_model_count_as_one_and_are_freed() -> None:
+    numbering, classes = numbered()[0], []
+    for _ in range(300):
+        model = type("Made", (torch.nn.Linear,), {})(1, 1)
+        numbering.root(model)
+        classes.append(weakref.ref(type(model)))
+    assert numbering.is_one_of_many(model)
+    del model
+    gc.collect()
+    assert [one for one in classes if one() is not None] == []
+
+
 class Net(torch.nn.Module):
     """Has tied weights, a norm, a plain list, a plain dictionary and a module that is frozen in vain."""
 

@@ -1,5 +1,6 @@
 """Questions to copies of models: faulty ones are found, healthy ones and those that may be meant are not accused."""
 
+import asyncio
 import copy
 import sys
 import time
@@ -140,6 +141,16 @@ def test_a_model_that_prints_or_leaves_does_neither_here(capsys: pytest.CaptureF
     assert found[0].answer == "no"
     assert capsys.readouterr().out == ""
     assert run_probes(Recorder(Made(lambda m, x: sys.exit(3), nn.Linear(6, 3)), torch.randn(16, 6)))[0].detail
+
+
+def test_what_a_question_fails_with_is_logged_and_leaves_the_others_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    def cancelled(layers: Any, rows: torch.Tensor) -> Any:
+        raise asyncio.CancelledError("no more")
+
+    found = run_probes(Recorder(Made(cancelled, nn.Linear(6, 3)), torch.randn(16, 6)))
+    assert len(found) > 1
+    assert {one.answer for one in found} == {"unknown"}
+    assert "the probe batch failed: CancelledError: no more" in caplog.text
 
 
 def test_a_model_that_gives_other_values_each_time_is_not_accused() -> None:

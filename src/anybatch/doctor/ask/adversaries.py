@@ -29,7 +29,7 @@ _DISCOUNTED = re.compile(r"gamma\s*\*|\*\s*(\w+\.)?gamma|discount|\brewards?\b",
 Held = Mapping[int, torch.Tensor]
 
 
-def about_helped(kept: Kept, _: Run) -> Iterator[Probed]:
+def helped(kept: Kept) -> Iterator[Probed]:
     """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants.
 
     Both are asked with the parameters as they were at first, by their ``id``: what was generated is of then.

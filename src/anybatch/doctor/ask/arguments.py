@@ -24,6 +24,7 @@ _ORDER = {
 _TWICE = 2
 _RARE = 3.0  # times as many targets of one class as of another
 _HEAVY = 2.0  # times the weight of another class
+_NO_WEIGHT = 1e-30  # in the place of 0, which has no logarithm
 _ENOUGH = 32  # targets, and entries of an input
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose")
 _ALIKE = 0.9  # a correlation
@@ -111,7 +112,7 @@ def class_weights(step: Step) -> Iterator[Probed]:
             continue
         weight, target = weight.detach().cpu(), target.cpu()
         counts = torch.bincount(target[(target >= 0) & (target < len(weight))].flatten(), minlength=len(weight))
-        yield from _favoured(operation, counts, weight)
+        yield from _favoured(operation, counts[weight > 0], weight[weight > 0])
 
 
 @asks("positive weights")
@@ -131,11 +132,11 @@ def positive_weights(step: Step) -> Iterator[Probed]:
 
 def _favoured(operation: Operation, counts: torch.Tensor, weight: torch.Tensor) -> Iterator[Probed]:
     """The most frequent of some classes and the rarest, where they weigh the more, the more targets they have."""
-    used = (counts > 0) & (weight > 0)
-    counts, weight = counts[used].double(), weight[used].double()
+    counts, weight = counts[counts > 0].double(), weight[counts > 0].double()
     if len(counts) < 2 or counts.sum() < _ENOUGH or counts.max() < _RARE * counts.min():
         return
-    if weight.max() >= _HEAVY * weight.min() and _correlation(counts.log(), weight.log()) > _ALIKE:
+    alike = _correlation(counts.log(), weight.clamp_min(_NO_WEIGHT).log())
+    if weight.max() >= _HEAVY * weight.min() and alike > _ALIKE:
         most, least = int(counts.argmax()), int(counts.argmin())
         yield said(
             operation,

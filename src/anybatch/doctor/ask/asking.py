@@ -1,5 +1,6 @@
 """All questions that are asked of what was kept of a run."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,8 @@ from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
+_log = logging.getLogger(__name__)
+
 OF_A_RUN = (copies, source, schedules, functions, batches, sampling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
@@ -63,6 +66,8 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         # a list, since a warning of a question writes to its module
         for one in [one for module in OF_A_STEP for one in vars(module).values() if isinstance(one, Question)]:
             yield from answers(one.name, until, one.answers, step, optimizer=number)
+    # after the steps, since it has no limit of its own and would take from their time
+    yield from answers("helped", math.inf, adversaries.helped, kept)
     for root in kept.batches:
         yield from answers("apart", until, single, batches.apart, kept, root)
         yield from answers("labels", until, single, training.unrelated, kept, modules.get(root), root, until)
@@ -87,6 +92,10 @@ def answers(
         if time.perf_counter() > until:
             raise Unknown("there was no time left")
         yield from question(*args)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user's may raise anything
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - code of the user's may raise anything
         why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, Unknown):
+            _log.warning("the probe %s failed: %s", name, why)
         yield told(name, root=root, answer="unknown", detail=why[:300], **seen)

@@ -4,17 +4,20 @@ import contextlib
 import itertools
 import math
 import re
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import torch.nn.functional as F
+
 from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.doctor.ask.steps import DISTANCES, Step, replayed, total
 from anybatch.doctor.ask.tape import Slot, Tape
-from anybatch.doctor.ask.trials import Line, Unknown, told
+from anybatch.doctor.ask.trials import Line, Trial, Unknown, tensors, told
 from anybatch.doctor.samples.redraws import related
 from anybatch.records.events import Loaded
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
 
@@ -26,6 +29,7 @@ _LEAST_LOOKS = 4
 _BEHIND = 0.3  # of a step: an average with equal shares is one step behind
 _HALFWAY = 0.5  # of the way from the first weights of a net to its last
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
+_SECONDS = 2.0  # for one forward
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -50,7 +54,7 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(state):
             yield _of_copy("close copy", state, online, share=share)
-        if share is None and (slow := _still_at_first(kept, state, online)):
+        if share is None and (slow := _still_at_first(kept, run, state, online)):
             yield _of_copy("slow copy", state, online, steps=run.steps, **slow)
         if state.modes == {False} and not _learns(state):
             stale = _fresh_statistics(state, online)  # of one that had moved when it was first called
@@ -191,7 +195,7 @@ def _kept_up(run: Run, state: State, online: State) -> float | None:
     return 1 - max(behind) / step if is_near else None
 
 
-def _still_at_first(kept: Kept, state: State, online: State) -> dict[str, float]:
+def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[str, float]:
     """How far a copy that is only evaluated came on the way of a net, where its loss shows that this was too little.
 
     Where a net that makes targets moves as slowly, it is called in each step.
@@ -206,7 +210,7 @@ def _still_at_first(kept: Kept, state: State, online: State) -> dict[str, float]
     )
     if not 0 < went < _HALFWAY * whole:
         return {}
-    losses = _losses_of_step(kept, state, online)
+    losses = _losses_of_step(kept, state, online) or _losses_of_batch(kept, run, state, online)
     if not losses or not max(2 * losses[1], losses[2] / 2) < losses[0] < math.inf:
         return {}
     return {"way": went / whole, "loss": losses[0], "online_loss": losses[1]}
@@ -223,6 +227,20 @@ def _losses_of_step(kept: Kept, state: State, online: State) -> list[float]:
                 weights: list[Any] = [held, {}, kept.first_of(tape)]
                 return [total(replayed(tape, tape.losses[-1], held=one), tape.losses[-1]) for one in weights]
     return []
+
+
+def _losses_of_batch(kept: Kept, run: Run, state: State, online: State) -> list[float]:
+    """The same of a batch of the training and a function of torch, where no step can be run again."""
+    first = [one.value for one in run.of(LossCall) if one.root == online.root and one.value is not None][:1]
+    found = list[float]()
+    for rows, name, given in kept.batches.get(online.root, [])[-1:] if first else ():
+        options = {key: value for key, value in given.items() if key not in ("shape", "shares")}
+        with contextlib.suppress(Unknown):
+            for net in (state, online):
+                trial = Trial(net.module(), (rows,), {}, time.perf_counter() + _SECONDS)
+                made = [one for one in tensors(trial.forward(trial.inputs)) if one.shape == given["shape"]]
+                found += [float(getattr(F, name)(*made, **options).mean())] if len(made) == 1 else []
+    return found + first if len(found) == 2 else []
 
 
 def _trained_as(kept: Kept, run: Run, root: int) -> int:

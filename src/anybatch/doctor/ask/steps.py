@@ -118,8 +118,8 @@ class Step:
         return (one for one in every if self.needed & set(one.outs))
 
     def path(self, slot: Slot) -> Iterator[Operation]:
-        """The operations that a tensor comes from, the last first, by what each was given first."""
-        for operation in reversed(self.tape.operations):
+        """The operations before the loss that a tensor comes from, the last first, by what each was given first."""
+        for operation in reversed(self.operations):
             if slot in operation.outs:
                 yield operation
                 slot = next(iter(operation.given), slot)

@@ -89,7 +89,7 @@ class Numbering:
         self._where: dict[int, _Where] = {}
         self._held: dict[int, list[int]] = {}  # ids of the parameters of each root
         self._died: list[int] = []  # roots, since this was last looked at
-        self._gone = Counts[type]()  # roots, by their class
+        self._gone = Counts[tuple[str, str]]()  # roots, by the name of their class, which may itself be gone
         self._alive, self._several = [0], False
         self._tracked: dict[int, None] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -207,11 +207,12 @@ class Numbering:
     def _reference(self, module: torch.nn.Module, number: int) -> "weakref.ref[torch.nn.Module]":
         """A weak reference to a root that says when it is gone, unless another one has taken its number."""
         alive, died, gone, cls = self._alive, self._died, self._gone, type(module)
+        name = cls.__module__, cls.__qualname__
 
         def is_gone(_: Any) -> None:
             alive[0] -= 1
             died.append(number)
-            gone[cls] += 1
+            gone[name] += 1
 
         return weakref.ref(module, is_gone)
 
@@ -257,7 +258,8 @@ class Numbering:
 
     def is_one_of_many(self, module: torch.nn.Module) -> bool:
         """Whether enough models of its class came and went, as in a loop that copies its model at each step."""
-        return self._gone[type(module)] >= _MOST_GONE
+        cls = type(module)
+        return self._gone[cls.__module__, cls.__qualname__] >= _MOST_GONE
 
     def is_root(self, module: torch.nn.Module) -> bool:
         """Whether a module is a root itself."""
