@@ -37,6 +37,8 @@ try:
 except Exception as error:
     with open(os.path.join({folder!r}, "broken"), "a", encoding="utf-8") as file:
         file.write(repr(error))
+    if {child!r} != "doctor_child":  # a verb that stops the script, which would train to its end instead
+        os._exit(2)
 finally:
     sys.path.pop()
 own = sys.modules.pop("sitecustomize")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from anybatch.cli.doctor_child import BROKEN
 from anybatch.cli.launching import launch
 from anybatch.cli.options import INTERRUPTED, Target
 
@@ -77,6 +78,9 @@ def _run(target: Target, timeout: float | None, question: Mapping[str, Any], var
             target.command, folder, question, timeout, kills=True, is_edited="sources" in question, child="child",
             quiet=True, variables=variables,
         )  # fmt: skip
+        if (folder / BROKEN).exists():
+            why = (folder / BROKEN).read_text(encoding="utf-8", errors="replace")
+            raise NoAnswer(f"anybatch could not be loaded in the process of {target.name}: {why}")
         result = folder / RESULT
         facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     status = facts.pop("status", "ended")

@@ -308,3 +308,15 @@ def test_a_terminal_gets_colour_and_lines_that_can_be_copied() -> None:
     assert remedy.rstrip() in text
     assert "\x1b[" in console.export_text(styles=True)
     assert all(len(line) <= 80 for line in text.splitlines() if "anybatch.Mean" not in line)
+
+
+def test_a_part_of_anybatch_that_can_not_be_loaded_is_said_and_nothing_is_trained(folder: Path) -> None:
+    (folder / "own").mkdir()
+    (folder / "own" / "click.py").write_text("raise ImportError('not that click')", encoding="utf-8")
+    (folder / "plain.py").write_text('print("trained to its end")', encoding="utf-8")
+    command = [sys.executable, "-I", "-m", "anybatch", "check", "plain.py"]
+    path = {**ENVIRONMENT, "PYTHONPATH": "own"}
+    done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "could not be loaded in the process of plain.py: ImportError('not that click')" in done.stderr
+    assert "trained to its end" not in done.stderr
