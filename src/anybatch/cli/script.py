@@ -34,7 +34,8 @@ class Ending(NamedTuple):
 
     # one of ``_DONE``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
     # error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step, ``"failed"`` with an
-    # exception before one, ``"timeout"``, or ``"died"`` in the first step
+    # exception before one, ``"gave-up"`` with an exit code before all steps were measured, ``"timeout"``, or ``"died"``
+    # in the first step
     status: str
     # what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` whether the first step
     # had been reached
@@ -90,6 +91,8 @@ def _run(target: Target, timeout: float | None, question: Mapping[str, Any], var
         raise KeyboardInterrupt
     if status in ("reached", "ended"):
         return Ending("died" if status == "reached" else "ended", {"code": finished.code})
+    if status == "measured" and finished.code > 0:
+        return Ending("gave-up", {"code": finished.code, "steps": question["steps"]})
     return Ending(status, facts)
 
 
@@ -109,6 +112,8 @@ def _no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
         )
     if ending.status == "failed":
         return f"{script} failed before it called {call}, see above."
+    if ending.status == "gave-up":
+        return f"{script} ended with exit code {facts['code']} before {facts['steps']} steps were measured, see above."
     if ending.status == "timeout" and facts["reached"]:
         return f"the first step of {script} was not {done} within {facts['seconds']:g} seconds; raise --timeout."
     if ending.status == "timeout":
