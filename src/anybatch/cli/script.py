@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from anybatch.cli.doctor_child import BROKEN
-from anybatch.cli.launching import launch
+from anybatch.cli.launching import end_as, launch
 from anybatch.cli.options import INTERRUPTED, Target
 
 RESULT = "result.json"
@@ -85,10 +85,12 @@ def _run(target: Target, timeout: float | None, question: Mapping[str, Any], var
         result = folder / RESULT
         facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     status = facts.pop("status", "ended")
+    if signal.SIGINT in finished.came or finished.code in (INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if -finished.code in finished.came:
+        end_as(finished.code)
     if finished.limit is not None:
         return Ending("timeout", {"seconds": finished.limit, "reached": status == "reached"})
-    if finished.code in (INTERRUPTED, -signal.SIGINT):
-        raise KeyboardInterrupt
     if status in ("reached", "ended"):
         return Ending("died" if status == "reached" else "ended", {"code": finished.code})
     if status == "measured" and finished.code > 0:

@@ -257,6 +257,32 @@ def test_ctrl_c_ends_the_script_and_the_command_as_a_shell_expects(folder: Path)
     assert "KeyboardInterrupt" in err
 
 
+_WAITING = "print('waiting', flush=True); threading.Event().wait()"
+_CATCHES = f"try:\n    {_WAITING}\nexcept KeyboardInterrupt:\n    sys.exit(0)"
+_IGNORES = f"signal.signal(signal.SIGINT, signal.SIG_IGN); {_WAITING}"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(
+    ("text", "number", "code"),
+    [(_CATCHES, signal.SIGINT, 130), (_IGNORES, signal.SIGINT, 130), (_WAITING, signal.SIGTERM, -signal.SIGTERM)],
+    ids=["it catches Ctrl-C", "it ignores Ctrl-C", "it is terminated"],
+)
+def test_a_signal_ends_the_command_whatever_the_script_makes_of_it(
+    folder: Path, text: str, number: int, code: int
+) -> None:
+    (folder / "waits.py").write_text(f"import signal, sys, threading\n{text}\n", encoding="utf-8")
+    process = subprocess.Popen(
+        [*COMMAND, "check", "waits.py"], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.strip()) == (code, "")
+
+
 def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
     runner = CliRunner()
     train = str(folder / "scripts" / "train.py")

@@ -252,11 +252,11 @@ def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handler = signal.getsignal(signal.SIGTERM)
-    assert wait(started("raise SystemExit(5)"), None) == (5, False)
+    assert wait(started("raise SystemExit(5)"), None) == (5, False, set())
     blocked = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
-    assert wait(started(blocked), None) == (len(mask), False)
+    assert wait(started(blocked), None) == (len(mask), False, set())
     sleep = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(60)"
-    assert wait(started(sleep), time.monotonic() + 0.5) == (-2, True)
+    assert wait(started(sleep), time.monotonic() + 0.5) == (-2, True, set())
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -281,6 +281,6 @@ def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
         None,
         look,
     )
-    assert ended == (5, False)
+    assert ended == (5, False, set())
     assert len(looks) > 1  # what --stop-on waits for may still come
     assert capsys.readouterr().err == "anybatch doctor: a look at the run failed: OSError: no space left\n"
