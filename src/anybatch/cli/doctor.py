@@ -27,7 +27,7 @@ from anybatch.cli.doctor_records import (
 )
 from anybatch.cli.launching import Finished, end_as, launch
 from anybatch.cli.options import ScriptCommand, Target, launches_ranks
-from anybatch.cli.reporting import Wanted, reporting_options
+from anybatch.cli.reporting import Wanted, reporting_options, write_whole
 from anybatch.doctor.live import Judge, is_met, sentence_of
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -151,7 +151,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
                 console.print()  # what the script wrote ends here
         wishes.wanted.write(diagnosis, run, console, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
-            wishes.patch.write_text(patch, encoding="utf-8")
+            write_whole(wishes.patch, patch)
         elif to_stdout and patch:
             click.echo(patch, nl=False)
         return finished, failed_severity(diagnosis, wishes.fail_on), watcher.stopped is not None

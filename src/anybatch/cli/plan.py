@@ -11,7 +11,7 @@ from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.plan_screen import show_plan, show_rank_plan
-from anybatch.cli.reporting import Outputs
+from anybatch.cli.reporting import Outputs, write_whole
 from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
@@ -138,7 +138,7 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
 
     def to_patch() -> None:
         if patch is not None and facts.get("change") and not facts.get("refusal"):
-            patch.write_text(facts["change"], encoding="utf-8")
+            write_whole(patch, facts["change"])
 
     outputs.write(
         plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),

@@ -21,7 +21,7 @@ from anybatch.cli.doctor_records import completed, failed_severity, is_record, v
 from anybatch.cli.launching import Finished
 from anybatch.cli.main import VERBS, main
 from anybatch.cli.options import Target
-from anybatch.cli.reporting import Outputs
+from anybatch.cli.reporting import Output, Outputs
 from anybatch.doctor.frames import HiddenFrames, without_own_frames
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended, Stepped
@@ -237,6 +237,18 @@ def test_files_that_are_written_stay_what_they_are(tmp_path: Path) -> None:
     Outputs(Path(os.devnull)).write({})
     assert not Path(os.devnull).is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "link", "target"]
+
+
+def test_a_file_stays_as_it_was_where_the_new_one_can_not_be_written(tmp_path: Path) -> None:
+    page, sarif = tmp_path / "page.html", tmp_path / "out.sarif"
+    for path in (page, sarif):
+        path.write_text("old", encoding="utf-8")
+    letter_of_no_file = "\ud800"
+    for outputs in (Outputs(None, page=page, force=True), Outputs(None, [Output("sarif", sarif)])):
+        with pytest.raises(UnicodeEncodeError):
+            outputs.write({}, page_of=lambda: letter_of_no_file, text_of=lambda name: letter_of_no_file)
+    assert [path.read_text(encoding="utf-8") for path in (page, sarif)] == ["old", "old"]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
