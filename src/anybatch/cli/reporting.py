@@ -67,11 +67,17 @@ class Outputs:
     ) -> None:
         # whether the terminal gets the report, too
         self.is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in formats)
-        own = [] if json_path is None else [Output("json", json_path if str(json_path) != "-" else None)]
+        self.json_path = json_path if str(json_path) != "-" else None  # the file for the JSON, if it goes to one
+        own = [] if json_path is None else [Output("json", self.json_path)]
         self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
         self._page, self._is_quiet = page, is_quiet
         for one in self._outputs:
             options.check_folder(one.path)
+        if page is not None and page.suffix == ".json":
+            raise click.UsageError(
+                f"-o writes an HTML page, got {page}; expected a name such as {page.stem}.html, or, "
+                f"for JSON: --json {page}"
+            )
         options.check_file(page, "page that anybatch wrote", is_own_page, force=force)
         to_stdout = sum(one.path is None for one in self._outputs)
         self.takes_stdout = to_stdout > 0  # whether a format takes standard output
