@@ -90,9 +90,9 @@ def doctor_command(target: Target, *, force: bool, **given: Any) -> None:
     The exit code is the script's; 124 if --timeout stopped it, 3 if --stop-on did, 1 if --fail-on found something and
     the script itself ended well.
 
-    With --fix the script runs again for some steps with each proposed change, each time for at most --timeout or 120
-    seconds. Such a trial writes to a temporary folder, and the script's file is never changed. The patch of the changes
-    that helped goes to standard output, as in:
+    With --fix the script runs again for some steps with each proposed change, each time for at most 120 seconds, or
+    --timeout if that is less. Such a trial writes to a temporary folder, and the script's file is never changed. The
+    patch of the changes that helped goes to standard output, as in:
     anybatch doctor --fix train.py | git apply
     """
     home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
