@@ -53,7 +53,7 @@ class TuneWatch:
             self._result = original(step, batch)
             self._seen += 1
             if self._seen >= self._steps:
-                self.finish()
+                self.finish(self._answer)
             return self._result
 
         TrainStep.__call__ = call  # type: ignore[method-assign, assignment]
@@ -66,12 +66,12 @@ class TuneWatch:
         groups = [group for one in step._optimizers for group in one.param_groups]
         self._rates = [(group, group.get("initial_lr", group["lr"])) for group in groups]  # a warm-up begins at 0
 
-    def finish(self) -> None:
-        """Answers with the facts if a step was seen; does not return then."""
+    def finish(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        """Calls ``answer`` with the facts if a step was seen."""
         if self._step is None or not self._seen:
             return
         self._noise.remove()
-        self._answer(self._facts())
+        answer(self._facts())
 
     def _facts(self) -> dict[str, Any]:
         from anybatch.scaling.tuning import advice_of, rates_that_train
@@ -272,7 +272,6 @@ def begin(folder: str, question: Mapping[str, Any]) -> None:
     watch: TuneWatch | LoopWatch
     if question["verb"] == "tune":
         watch = TuneWatch(question["steps"], answer.told)
-        atexit.register(watch.finish)
     else:
         watch = LoopWatch(answer.found, answer.refused)
         # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
@@ -283,16 +282,22 @@ def begin(folder: str, question: Mapping[str, Any]) -> None:
         sys.meta_path.insert(0, TorchFinder(watch))
     show, process = sys.excepthook, os.getpid()
 
-    def failed(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        expects_ranks = _expects_ranks(error)
-        if os.getpid() == process:
-            answer.write(status="needs-ranks" if expects_ranks else "failed", error=f"{kind.__name__}: {error}")
-            if isinstance(watch, TuneWatch):
-                atexit.unregister(watch.finish)
-        if not expects_ranks:
+    def ended() -> None:
+        if os.getpid() != process:
+            return
+        error = getattr(sys, "last_value", None)  # Python sets it, also where the script has its own excepthook
+        if isinstance(error, BaseException):
+            status = "needs-ranks" if _expects_ranks(error) else "failed"
+            answer.write(status=status, error=f"{type(error).__name__}: {error}")
+        elif isinstance(watch, TuneWatch):
+            watch.finish(lambda facts: answer.write(**facts))  # the exit code stays the script's: it may have given up
+
+    def shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not _expects_ranks(error):
             show(kind, error, frames)
 
-    sys.excepthook = failed
+    atexit.register(ended)
+    sys.excepthook = shown
 
 
 def _expects_ranks(error: BaseException) -> bool:

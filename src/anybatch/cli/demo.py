@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -198,6 +199,8 @@ def _trained(run: "TrainingRun", screen: Terminal) -> "TrainingCurve":
 
     screen.heading("3. Training (losses in bits per byte); Ctrl-C ends it early")
     row(CURVE_HEADER)
+    if threading.current_thread() is not threading.main_thread():  # Python takes handlers in the main thread only
+        return run.run(on_validation)
     previous = signal.signal(signal.SIGINT, stop)
     try:
         return run.run(on_validation)

@@ -27,7 +27,7 @@ from anybatch.cli.doctor_records import (
 )
 from anybatch.cli.launching import Finished, end_as, launch
 from anybatch.cli.options import ScriptCommand, Target, launches_ranks
-from anybatch.cli.reporting import Wanted, reporting_options
+from anybatch.cli.reporting import Wanted, reporting_options, write_whole
 from anybatch.doctor.live import Judge, is_met, sentence_of
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -90,9 +90,9 @@ def doctor_command(target: Target, *, force: bool, **given: Any) -> None:
     The exit code is the script's; 124 if --timeout stopped it, 3 if --stop-on did, 1 if --fail-on found something and
     the script itself ended well.
 
-    With --fix the script runs again for some steps with each proposed change, each time for at most --timeout or 120
-    seconds. Such a trial writes to a temporary folder, and the script's file is never changed. The patch of the changes
-    that helped goes to standard output, as in:
+    With --fix the script runs again for some steps with each proposed change, each time for at most 120 seconds, or
+    --timeout if that is less. Such a trial writes to a temporary folder, and the script's file is never changed. The
+    patch of the changes that helped goes to standard output, as in:
     anybatch doctor --fix train.py | git apply
     """
     home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
@@ -151,7 +151,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
                 console.print()  # what the script wrote ends here
         wishes.wanted.write(diagnosis, run, console, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
-            wishes.patch.write_text(patch, encoding="utf-8")
+            write_whole(wishes.patch, patch)
         elif to_stdout and patch:
             click.echo(patch, nl=False)
         return finished, failed_severity(diagnosis, wishes.fail_on), watcher.stopped is not None

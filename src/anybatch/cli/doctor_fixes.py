@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from anybatch.doctor.fixes.source import Edit
     from anybatch.doctor.fixes.trying import Tried
 
-_SECONDS = 120.0  # that one trial may take, unless ``--timeout`` says otherwise
+_SECONDS = 120.0  # that one trial may take, if ``--timeout`` is not less
 _MOST_FINDINGS = 3
 _MOST_EDITS = 4  # of one finding
 _INTERRUPTED = frozenset({130, *(-getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -76,7 +76,7 @@ class Trials:
 def with_fixes(
     diagnosis: Diagnosis, run: Run, target: Target, folder: Path, timeout: float | None
 ) -> tuple[Diagnosis, str]:
-    """Tries fixes of the first findings, one after the other, in trials that end after ``timeout``.
+    """Tries fixes of the first findings, one after the other, in trials that end after ``timeout`` or 120 seconds.
 
     Gives the diagnosis with the fixes that helped, and their patch, which is empty if none did.
     """
@@ -87,7 +87,7 @@ def with_fixes(
     notes: tuple[str, ...] = (f"No fix was tried for {names}.",) if names else ()
     if not found:
         return replace(diagnosis, notes=(*diagnosis.notes, *notes)), ""
-    trials = Trials(target, folder, steps_for(found), timeout or _SECONDS)
+    trials = Trials(target, folder, steps_for(found), min(timeout or _SECONDS, _SECONDS))
     click.echo(
         f"anybatch doctor: trying fixes; the script runs again for up to {trials.steps} steps and "
         f"{trials.seconds:g} seconds each time, and what it writes goes to a temporary folder.", err=True,

@@ -18,6 +18,7 @@ from anybatch.cli.edited import RUN
 
 _STDERR = 2
 _PATIENCE = 20.0  # seconds that a script has to end by itself after it was interrupted
+_LITTLE_PATIENCE = 5.0  # the same after Ctrl-C, for a script that is killed at its time limit
 _PR_SET_PDEATHSIG = 1
 _LOOKS = 0.5  # seconds between two looks at what the script does
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -37,6 +38,8 @@ try:
 except Exception as error:
     with open(os.path.join({folder!r}, "broken"), "a", encoding="utf-8") as file:
         file.write(repr(error))
+    if {child!r} != "doctor_child":  # a verb that stops the script, which would train to its end instead
+        os._exit(2)
 finally:
     sys.path.pop()
 own = sys.modules.pop("sitecustomize")
@@ -56,6 +59,7 @@ class Finished(NamedTuple):
     code: int  # its exit code; the negative number of the signal that ended it
     seconds: float  # that it took
     limit: float | None  # the seconds after which it was interrupted, ``None`` if it was not
+    came: frozenset[int] = frozenset()  # the signals that came for it meanwhile, from a terminal or a process
 
     @property
     def shell_code(self) -> int:
@@ -84,7 +88,7 @@ def launch(
         folder: the folder of this run, for what the two processes exchange.
         settings: what ``begin`` of the child gets.
         timeout: seconds after which it is interrupted as by Ctrl-C; ``None`` for never.
-        kills: whether it is killed at once then, so that nothing of it runs in between.
+        kills: whether it is killed at once then, so that nothing of it runs in between; and some seconds after Ctrl-C.
         is_edited: whether the child takes edited text of the user's files, see ``edited``.
         child: the module of this package whose ``begin`` runs before the script.
         quiet: whether its standard output goes to standard error.
@@ -113,8 +117,8 @@ def launch(
 
     wait = _wait_for_signals if hasattr(signal, "sigtimedwait") else _wait_with_handlers
     with written as file:
-        code, timed_out = wait(start, None if timeout is None else started + timeout, look, kills)
-    return Finished(code, time.monotonic() - started, timeout if timed_out else None)
+        code, timed_out, came = wait(start, None if timeout is None else started + timeout, look, kills)
+    return Finished(code, time.monotonic() - started, timeout if timed_out else None, came)
 
 
 def _path(folder: Path, child: str, settings: Mapping[str, Any]) -> str:
@@ -132,7 +136,7 @@ def _wait_for_signals(
     end: float | None,
     look: Callable[[], bool] | None = None,
     kills: bool = False,
-) -> tuple[int, bool]:
+) -> tuple[int, bool, frozenset[int]]:
     """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
     numbers = {getattr(signal, name) for name in _FORWARDED}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers | {signal.SIGCHLD})
@@ -143,13 +147,15 @@ def _wait_for_signals(
             info = signal.sigtimedwait(numbers | {signal.SIGCHLD}, deadline.left())
             if info is None:
                 deadline.passed()
-            elif info.si_signo in numbers and info.si_code <= 0:
-                process.send_signal(info.si_signo)
-        while signal.sigtimedwait(numbers | {signal.SIGCHLD}, 0) is not None:
-            pass  # what was meant for the script must not end its report
+            elif info.si_signo in numbers:
+                deadline.note(info.si_signo)
+                if info.si_code <= 0:
+                    process.send_signal(info.si_signo)
+        while (info := signal.sigtimedwait(numbers | {signal.SIGCHLD}, 0)) is not None:
+            deadline.note(info.si_signo)  # what was meant for the script must not end its report
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return code, deadline.timed_out
+    return code, deadline.timed_out, frozenset(deadline.came - {signal.SIGCHLD})
 
 
 def _before_script(mask: Any) -> Callable[[], None]:
@@ -172,12 +178,13 @@ def _wait_with_handlers(
     end: float | None,
     look: Callable[[], bool] | None = None,
     kills: bool = False,
-) -> tuple[int, bool]:
+) -> tuple[int, bool, frozenset[int]]:
     """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
     process = start(None)
     deadline = Deadline(process, end, look, kills)
 
     def hand_on(number: int, frame: Any) -> None:
+        deadline.note(number)
         if number != signal.SIGINT:
             process.send_signal(number)
 
@@ -186,7 +193,8 @@ def _wait_with_handlers(
     try:
         while True:
             try:
-                return process.wait(deadline.left()), deadline.timed_out
+                code = process.wait(min(deadline.left(), 1.0))  # a signal may have brought the end nearer
+                return code, deadline.timed_out, frozenset(deadline.came)
             except subprocess.TimeoutExpired:
                 deadline.passed()
     finally:
@@ -208,6 +216,14 @@ class Deadline:
         self._is_interrupted = False
         self._failures: set[str] = set()
         self.timed_out = False
+        self.came: set[int] = set()  # signals
+
+    def note(self, number: int) -> None:
+        """Notes a signal that came for the process; one that is killed at its time limit ends soon after Ctrl-C."""
+        self.came.add(number)
+        if number == signal.SIGINT and self._kills and not self._is_interrupted:
+            self._is_interrupted = True
+            self._end = time.monotonic() + _LITTLE_PATIENCE
 
     def left(self) -> float:
         """Seconds until the next call of ``look`` or the time limit, at most an hour."""

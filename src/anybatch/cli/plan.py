@@ -11,7 +11,7 @@ from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.plan_screen import show_plan, show_rank_plan
-from anybatch.cli.reporting import Outputs
+from anybatch.cli.reporting import Outputs, write_whole
 from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
@@ -20,6 +20,9 @@ from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.units import format_bytes, read_budget
 
 _WIDTH = 80
+_KIND_BYTES = 200  # within which a file of anybatch says what it is
+_TOO_LARGE = "anybatch does not fit"
+"""The kind of the JSON where nothing fits."""
 
 _LEAST = 128  # bytes of a budget without a unit; what is less was meant as GiB
 
@@ -103,10 +106,12 @@ def plan_command(
     """
     _check_ranks(ranks, shard, output, patch)
     outputs = Outputs(json_path, page=output, force=force)
+    options.check_file(outputs.json_path, "plan", _is_own_plan, force=force)
     options.check_file(patch, "patch", options.is_patch, force=force)
     question: dict[str, Any] = {
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
-        "batch_norm": batch_norm, "saved": _saved(json_path), "timeline": output is not None,
+        "batch_norm": batch_norm, "saved": None if outputs.json_path is None else str(outputs.json_path),
+        "timeline": output is not None,
     }  # fmt: skip
     ending = run_until_first_call(target, timeout, question)
     if ending.status == "too-large":
@@ -119,9 +124,11 @@ def plan_command(
     _report(ending, target.name, question, patch, outputs)
 
 
-def _saved(json_path: Path | None) -> str | None:
-    """The file that a plan can be loaded from."""
-    return None if json_path is None or str(json_path) == "-" else str(json_path)
+def _is_own_plan(path: Path) -> bool:
+    """Whether a file is a plan, or what was written where nothing fitted; an empty one has nothing to lose."""
+    with path.open("rb") as file:
+        start = file.read(_KIND_BYTES)
+    return not start or any(f'"kind": "{kind}'.encode() in start for kind in ("anybatch plan", _TOO_LARGE))
 
 
 def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Path | None, outputs: Outputs) -> None:
@@ -138,7 +145,7 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
 
     def to_patch() -> None:
         if patch is not None and facts.get("change") and not facts.get("refusal"):
-            patch.write_text(facts["change"], encoding="utf-8")
+            write_whole(patch, facts["change"])
 
     outputs.write(
         plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),
@@ -213,7 +220,7 @@ def _use_of(
 
 def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoReturn:
     """Says what is missing, and ends with 1."""
-    outputs.write({"version": 1, "kind": "anybatch does not fit", **facts})
+    outputs.write({"version": 1, "kind": _TOO_LARGE, **facts})
     lines = textwrap.wrap(
         f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
     )

@@ -1,6 +1,9 @@
 """How a diagnosis is reported: which findings, in which formats, to which files."""
 
 import json
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,11 +67,17 @@ class Outputs:
     ) -> None:
         # whether the terminal gets the report, too
         self.is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in formats)
-        own = [] if json_path is None else [Output("json", json_path if str(json_path) != "-" else None)]
+        self.json_path = json_path if str(json_path) != "-" else None  # the file for the JSON, if it goes to one
+        own = [] if json_path is None else [Output("json", self.json_path)]
         self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
         self._page, self._is_quiet = page, is_quiet
         for one in self._outputs:
             options.check_folder(one.path)
+        if page is not None and page.suffix == ".json":
+            raise click.UsageError(
+                f"-o writes an HTML page, got {page}; expected a name such as {page.stem}.html, or, "
+                f"for JSON: --json {page}"
+            )
         options.check_file(page, "page that anybatch wrote", is_own_page, force=force)
         to_stdout = sum(one.path is None for one in self._outputs)
         self.takes_stdout = to_stdout > 0  # whether a format takes standard output
@@ -100,13 +109,13 @@ class Outputs:
         def to_output(one: Output) -> None:
             text = json_text(values) if one.name == "json" else text_of(one.name)
             if one.path is not None:
-                one.path.write_text(text, encoding="utf-8")
+                write_whole(one.path, text)
             else:
                 click.echo(text, nl=False)
 
         def to_page() -> None:
             if page is not None and page_of is not None:
-                page.write_text(page_of(), encoding="utf-8")
+                write_whole(page, page_of())
 
         def to_terminal() -> None:
             show(console)
@@ -127,6 +136,27 @@ class Outputs:
 def json_text(values: Mapping[str, Any]) -> str:
     """Plain values as JSON."""
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, if it is a regular one in a writable folder."""
+    path = path.resolve()
+    is_new = not path.exists()
+    if not (is_new or path.is_file()) or not os.access(path.parent, os.W_OK):
+        path.write_text(text, encoding="utf-8")
+        return
+    mask = os.umask(0)
+    os.umask(mask)
+    mode = 0o666 & ~mask if is_new else stat.S_IMODE(path.stat().st_mode)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".anybatch-")
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.chmod(mode)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def reporting_options(function: options.Function) -> options.Function:
@@ -199,7 +229,7 @@ class Wanted:
         if self._baseline is None or not self._is_new:
             return found
         values = baseline_of(found.findings, self.policy)
-        self._baseline.write_text(json_text(values), encoding="utf-8")
+        write_whole(self._baseline, json_text(values))
         self.policy, self._is_new = replace(self.policy, baseline=read_baseline(self._baseline)), False
         found = diagnose(self.policy)
         number = len(values["findings"])

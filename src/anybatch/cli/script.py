@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from anybatch.cli.launching import launch
+from anybatch.cli.doctor_child import BROKEN
+from anybatch.cli.launching import end_as, launch
 from anybatch.cli.options import INTERRUPTED, Target
 
 RESULT = "result.json"
@@ -33,7 +34,8 @@ class Ending(NamedTuple):
 
     # one of ``_DONE``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
     # error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step, ``"failed"`` with an
-    # exception before one, ``"timeout"``, or ``"died"`` in the first step
+    # exception before one, ``"gave-up"`` with an exit code before all steps were measured, ``"timeout"``, or ``"died"``
+    # in the first step
     status: str
     # what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` whether the first step
     # had been reached
@@ -77,15 +79,22 @@ def _run(target: Target, timeout: float | None, question: Mapping[str, Any], var
             target.command, folder, question, timeout, kills=True, is_edited="sources" in question, child="child",
             quiet=True, variables=variables,
         )  # fmt: skip
+        if (folder / BROKEN).exists():
+            why = (folder / BROKEN).read_text(encoding="utf-8", errors="replace")
+            raise NoAnswer(f"anybatch could not be loaded in the process of {target.name}: {why}")
         result = folder / RESULT
         facts: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     status = facts.pop("status", "ended")
+    if signal.SIGINT in finished.came or finished.code in (INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if -finished.code in finished.came:
+        end_as(finished.code)
     if finished.limit is not None:
         return Ending("timeout", {"seconds": finished.limit, "reached": status == "reached"})
-    if finished.code in (INTERRUPTED, -signal.SIGINT):
-        raise KeyboardInterrupt
     if status in ("reached", "ended"):
         return Ending("died" if status == "reached" else "ended", {"code": finished.code})
+    if status == "measured" and finished.code > 0:
+        return Ending("gave-up", {"code": finished.code, "steps": question["steps"]})
     return Ending(status, facts)
 
 
@@ -105,6 +114,8 @@ def _no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
         )
     if ending.status == "failed":
         return f"{script} failed before it called {call}, see above."
+    if ending.status == "gave-up":
+        return f"{script} ended with exit code {facts['code']} before {facts['steps']} steps were measured, see above."
     if ending.status == "timeout" and facts["reached"]:
         return f"the first step of {script} was not {done} within {facts['seconds']:g} seconds; raise --timeout."
     if ending.status == "timeout":

@@ -45,7 +45,8 @@ def tune_command(
     plain loop runs with the changes that anybatch plan prints; the file stays unchanged. Then a few updates at several
     learning rates start from the state of the run, and the process ends.
 
-    Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step.
+    Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step or gave up (by an
+    error or an exit code) before it was measured.
     """
     outputs = Outputs(json_path, page=output, force=force)
     plan, tuned = _asked(target, memory, steps, timeout)

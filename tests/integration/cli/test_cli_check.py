@@ -257,6 +257,32 @@ def test_ctrl_c_ends_the_script_and_the_command_as_a_shell_expects(folder: Path)
     assert "KeyboardInterrupt" in err
 
 
+_WAITING = "print('waiting', flush=True); threading.Event().wait()"
+_CATCHES = f"try:\n    {_WAITING}\nexcept KeyboardInterrupt:\n    sys.exit(0)"
+_IGNORES = f"signal.signal(signal.SIGINT, signal.SIG_IGN); {_WAITING}"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(
+    ("text", "number", "code"),
+    [(_CATCHES, signal.SIGINT, 130), (_IGNORES, signal.SIGINT, 130), (_WAITING, signal.SIGTERM, -signal.SIGTERM)],
+    ids=["it catches Ctrl-C", "it ignores Ctrl-C", "it is terminated"],
+)
+def test_a_signal_ends_the_command_whatever_the_script_makes_of_it(
+    folder: Path, text: str, number: int, code: int
+) -> None:
+    (folder / "waits.py").write_text(f"import signal, sys, threading\n{text}\n", encoding="utf-8")
+    process = subprocess.Popen(
+        [*COMMAND, "check", "waits.py"], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.strip()) == (code, "")
+
+
 def test_usage_errors_are_exit_code_2_and_say_what_to_do(folder: Path) -> None:
     runner = CliRunner()
     train = str(folder / "scripts" / "train.py")
@@ -308,3 +334,15 @@ def test_a_terminal_gets_colour_and_lines_that_can_be_copied() -> None:
     assert remedy.rstrip() in text
     assert "\x1b[" in console.export_text(styles=True)
     assert all(len(line) <= 80 for line in text.splitlines() if "anybatch.Mean" not in line)
+
+
+def test_a_part_of_anybatch_that_can_not_be_loaded_is_said_and_nothing_is_trained(folder: Path) -> None:
+    (folder / "own").mkdir()
+    (folder / "own" / "click.py").write_text("raise ImportError('not that click')", encoding="utf-8")
+    (folder / "plain.py").write_text('print("trained to its end")', encoding="utf-8")
+    command = [sys.executable, "-I", "-m", "anybatch", "check", "plain.py"]
+    path = {**ENVIRONMENT, "PYTHONPATH": "own"}
+    done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "could not be loaded in the process of plain.py: ImportError('not that click')" in done.stderr
+    assert "trained to its end" not in done.stderr

@@ -209,6 +209,25 @@ def test_a_trial_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert done.unusable == "it takes too long"
 
 
+@pytest.mark.parametrize(("timeout", "seconds"), [(None, 120.0), (3600.0, 120.0), (5.0, 5.0)])
+def test_a_trial_has_two_minutes_or_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None, seconds: float
+) -> None:
+    class Begun(Exception):
+        pass
+
+    def trials_of(target: Target, folder: Path, steps: int, limit: float) -> None:
+        raise Begun(limit)
+
+    monkeypatch.setattr("anybatch.doctor.fixes.trying.with_edits", lambda diagnosis: ["a finding"])
+    monkeypatch.setattr("anybatch.doctor.fixes.trying.steps_for", lambda found: 60)
+    monkeypatch.setattr("anybatch.cli.doctor_fixes.Trials", trials_of)
+    target = Target("train.py", ("train.py",), ())
+    with pytest.raises(Begun) as begun:
+        with_fixes(Diagnosis((), verdict="faults"), Run([]), target, tmp_path, timeout)
+    assert begun.value.args == (seconds,)
+
+
 def test_a_trial_that_fails_says_so(tmp_path: Path) -> None:
     done = trials(tmp_path, f"{STEPS}\nraise ValueError('no')\n").start(None)
     assert (done.code, done.unusable) == (1, "")

@@ -21,7 +21,7 @@ from anybatch.cli.doctor_records import completed, failed_severity, is_record, v
 from anybatch.cli.launching import Finished
 from anybatch.cli.main import VERBS, main
 from anybatch.cli.options import Target
-from anybatch.cli.reporting import Outputs
+from anybatch.cli.reporting import Output, Outputs
 from anybatch.doctor.frames import HiddenFrames, without_own_frames
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended, Stepped
@@ -239,6 +239,18 @@ def test_files_that_are_written_stay_what_they_are(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "link", "target"]
 
 
+def test_a_file_stays_as_it_was_where_the_new_one_can_not_be_written(tmp_path: Path) -> None:
+    page, sarif = tmp_path / "page.html", tmp_path / "out.sarif"
+    for path in (page, sarif):
+        path.write_text("old", encoding="utf-8")
+    letter_of_no_file = "\ud800"
+    for outputs in (Outputs(None, page=page, force=True), Outputs(None, [Output("sarif", sarif)])):
+        with pytest.raises(UnicodeEncodeError):
+            outputs.write({}, page_of=lambda: letter_of_no_file, text_of=lambda name: letter_of_no_file)
+    assert [path.read_text(encoding="utf-8") for path in (page, sarif)] == ["old", "old"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("way", ["_wait_for_signals", "_wait_with_handlers"])
 def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
@@ -252,11 +264,11 @@ def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handler = signal.getsignal(signal.SIGTERM)
-    assert wait(started("raise SystemExit(5)"), None) == (5, False)
+    assert wait(started("raise SystemExit(5)"), None) == (5, False, set())
     blocked = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
-    assert wait(started(blocked), None) == (len(mask), False)
+    assert wait(started(blocked), None) == (len(mask), False, set())
     sleep = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(60)"
-    assert wait(started(sleep), time.monotonic() + 0.5) == (-2, True)
+    assert wait(started(sleep), time.monotonic() + 0.5) == (-2, True, set())
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -281,6 +293,6 @@ def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
         None,
         look,
     )
-    assert ended == (5, False)
+    assert ended == (5, False, set())
     assert len(looks) > 1  # what --stop-on waits for may still come
     assert capsys.readouterr().err == "anybatch doctor: a look at the run failed: OSError: no space left\n"

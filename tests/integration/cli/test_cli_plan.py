@@ -263,6 +263,8 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["--json", "no/plan.json"], "does not exist"),
         (["-o", "train.py"], "train.py exists and is not a page that anybatch wrote"),
         (["--patch", "train.py"], "train.py exists and is not a patch"),
+        (["--json", "train.py"], "train.py exists and is not a plan"),
+        (["-o", "plan.json"], "for JSON: --json plan.json"),
         (["--timeout", "0"], "0"),
     ],
 )
@@ -280,6 +282,9 @@ def test_its_own_files_are_overwritten_and_others_by_force(monkeypatch: pytest.M
         done = invoke(monkeypatch, "-o", "p.html", "--json", "p.json", ending=FINE)
         assert done.exit_code == 0, done.output
     assert Plan.load("p.json") == PLAN
+    Path("empty.json").touch()
+    assert invoke(monkeypatch, "--json", "empty.json", ending=FINE).exit_code == 0
+    assert invoke(monkeypatch, "--json", "-", ending=FINE).exit_code == 0
     assert invoke(monkeypatch, "-o", "train.py", "--force", ending=FINE).exit_code == 0
     assert pages.is_own_page(Path("train.py"))
 

@@ -114,6 +114,19 @@ step = anybatch""").replace("step((x, y))\n", "step((x, y)); schedule.step()\nim
     assert (facts["steps"], facts["rate"]) == (10, 0.01)
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("import sys; sys.excepthook = print; raise ValueError", "train.py failed before it called"),
+     ("import sys; sys.exit(3)", "train.py ended with exit code 3 before 24 steps were measured")],
+    ids=["crashes", "gives up"],
+)  # fmt: skip
+def test_a_run_that_did_not_end_well_gives_no_answer(end: str, said: str) -> None:
+    done, _ = tuned(STEP.replace("randn(40", "randn(10").replace("step((x, y))\n", f"step((x, y))\n{end}\n"))
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert not Path("tune.json").exists()
+
+
 def test_the_range_test_finds_the_rate_at_which_a_quadratic_diverges_and_leaves_nothing() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)

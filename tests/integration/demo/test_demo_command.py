@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_the_plan_and_both_peaks_are_shown_for_the_memory_that_was_asked_for() -
     assert "simulated budget of 16.0 MiB" in text
     assert f"held at most {format_bytes(measured)} of tensors" in text
     assert f"predicted were {format_bytes(plan['chosen']['peak_bytes'])}" in text
+
+
+def test_it_runs_beside_the_main_thread() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(invoke("--updates", "1").exit_code))
+    thread.start()
+    thread.join()
+    assert codes == [0]
 
 
 def test_too_little_memory_ends_with_1_and_says_how_much_it_takes() -> None:

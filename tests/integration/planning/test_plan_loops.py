@@ -579,7 +579,7 @@ for x, y in loader:
 """
 
 
-@pytest.mark.parametrize("early", ["", "import os\nos.environ['WORLD_SIZE']\n"])
+@pytest.mark.parametrize("early", ["", "import os\nos.environ['WORLD_SIZE']\n", "import sys\nsys.excepthook = print\n"])
 def test_a_script_for_torchrun_is_planned_as_its_only_rank(early: str) -> None:
     Path("train.py").write_text(early + HEAD + TORCHRUN, encoding="utf-8")
     done = command("train.py", "--memory", "1MiB")
