@@ -266,7 +266,7 @@ class Proofs:
         if not Replay.can_be(split, proof):
             own.unseen = even(task.splittable)
             self._watch(own, task, begins=True)
-        elif task.is_planned or (task.verb == "backward" and split.optimizations is not contextlib.nullcontext):
+        elif task.is_planned:
             if proof.exact and proof.group == 1 and reason is None:
                 apart, own.unseen = looked_at_apart(split, proof, seen)
                 if apart is not None:
