@@ -221,7 +221,7 @@ def in_blocks() -> torch.Tensor:
 
 # What can't be cut, joined or packed.
 case(
-    "batches._unusual_slices",
+    "batches._rows_of_tensor",
     "make it strided or torch.sparse_coo",
     lambda: cut(lambda m, b: ce(m, {**b, "x": b["x"].to_dense()}), {**vectors(), "x": in_blocks()}),
     lambda: same(lambda m, b: ce(m, {**b, "x": b["x"].to_dense()}), {**vectors(), "x": vectors()["x"].to_sparse_coo()}),
