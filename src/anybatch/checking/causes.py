@@ -3,7 +3,7 @@
 import dataclasses
 import string
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -537,6 +537,14 @@ def unexplained(error: float, failure: BaseException) -> Reason:
         _UNEXPLAINED, message=f"{message} (What explains it failed with {failed})",
         evidence={"error": error, "failed": failed},
     )  # fmt: skip
+
+
+def explained(error: float, explain: Callable[[], Reason]) -> Reason:
+    """Words a difference that was seen, which is not lost where it can't be worded."""
+    try:
+        return explain()
+    except Exception as failure:  # noqa: BLE001 - of this package, as in what is said
+        return unexplained(error, failure)
 
 
 _UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})

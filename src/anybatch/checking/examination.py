@@ -219,7 +219,7 @@ class Examination(Case):
         self.forgive_cancellation(comparison)
         if comparison.error > self.tolerance:
             found = searched(self, comparison)
-            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one for one in found]
+            self.reasons += [_drawn_count(one) if drew and _is_of_items(one) else one for one in found]
         return comparison
 
     def _with_overlooked_split(self, comparison: Comparison) -> Comparison:
@@ -331,6 +331,11 @@ class Examination(Case):
             for parameter, values in zip(self.rig.parameters, before, strict=True):
                 parameter.data = values
         return self.error_of(moved.gradients)
+
+
+def _is_of_items(found: Reason) -> bool:
+    """Whether a reason weighs the samples by a number of items, which are no weights of a model."""
+    return "weights" in found.evidence and found.code != "weight"
 
 
 def _drawn_count(found: Reason) -> Reason:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, leaves, like
+from anybatch.checking.causes import explained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
@@ -268,7 +269,8 @@ class Replay:
         if difference is None:
             return None
         found = difference.proof("not exact", "losses", update=self._proof.update)
-        return found, worded("whole batch", "loss", {"error": difference.error}, rows=found.samples)
+        error = difference.error
+        return found, explained(error, lambda: worded("whole batch", "loss", {"error": error}, rows=found.samples))
 
     def _elsewhere(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         """What the loss shows where the model gives something else, and where masks that are full are not."""

@@ -152,18 +152,18 @@ class Buffers:
 
     def __init__(self, rig: Rig) -> None:
         own = {id(one) for module in rig.modules.values() for one in power_iteration(module)}
-        names = {
-            (id(module._buffers), inner): f"{name}.{inner}".strip(".")
-            for name, module in reversed(rig.modules.items())  # the model's own name counts
-            for inner, _ in module.named_buffers(recurse=False)
-        }
+        # by the home, since one that was deleted is in no list; the model's own name counts
+        names = {id(module._buffers): name for name, module in reversed(rig.modules.items())}
         self.changed: list[str] = []
         # of those, what can be moved on: with values before and after
         self._moved: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._flags: list[tuple[str, torch.Tensor]] = []
         for home, inner, buffer, before in rig.isolation.buffer_values:
-            name, now = names.get((id(home), inner), inner), home.get(inner)
-            if id(buffer) in own or now is None:
+            name, now = f"{names.get(id(home), '')}.{inner}".strip("."), home.get(inner)
+            if id(buffer) in own:
+                continue
+            if now is None:  # set to None or deleted, and not there for the next micro-batch
+                self.changed.append(name)
                 continue
             is_same = now.shape == before.shape and torch.equal(now, before)
             if now is not buffer or not is_same:

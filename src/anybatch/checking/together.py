@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import explained, reason
 from anybatch.checking.cuts import Cut, Cuts
 from anybatch.checking.proof import CERTAIN, SMALL, until_crossed, with_note
 from anybatch.checking.proving import Split
@@ -83,7 +83,7 @@ def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
     if error <= CERTAIN * difference.tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
-    return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})
+    return replace(proof, outcome="not exact"), explained(error, lambda: reason("in parts", "loss", {"error": error}))
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:

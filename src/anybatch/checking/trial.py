@@ -216,7 +216,7 @@ class Trial:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
         alone = cut.alone(cut.parts[0])
         whole, part = self.run(cut, cut.whole), self.run(alone, alone.whole)
-        return replace(self._compared(cut, whole, part), value_error=0.0).is_none
+        return self.judged(cut, self.parameters, self._compared(cut, whole, part).error, 0.0, draws=False).is_none
 
     def moves(self, cut: Cut) -> bool:
         """Whether the very same samples give something else each time that they run, from the same random state.
@@ -225,6 +225,7 @@ class Trial:
         """
         one, other = (self.run(cut, cut.whole) for _ in range(2))
         found = self._compared(cut, one, other)
+        found = self.judged(cut, self.parameters, found.error, found.value_error, draws=False)
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
 

@@ -99,10 +99,10 @@ class CoupledSearch(Search):
         self._largest[splitting.limit] = sizes
         return found.peak_in_detail()
 
-    def whole_bytes(self) -> int:
-        """The peak of the whole batch at once without memory optimizations; 0 if it is not known."""
+    def whole_bytes(self, autocast: str = "") -> int:
+        """The peak of the whole batch at once at a precision, without memory optimizations; 0 if it is not known."""
         splitting = self._few()[0]
-        return self._peak(splitting, Recipe(keep=1)).total if splitting.is_single else 0
+        return self._peak(splitting, Recipe(autocast=autocast, keep=1)).total if splitting.is_single else 0
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is."""
@@ -115,7 +115,7 @@ class CoupledSearch(Search):
     def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
         """The way that keeps the most graphs within a budget; ``None`` if not even the least fits."""
         kept = self._most(splitting, recipe, budget)
-        return None if kept is None else self.row_of(splitting, kept)
+        return None if kept is None else self.row_of(splitting, kept, _plain(splitting, recipe.autocast))
 
     def _most(self, splitting: Splitting, recipe: Recipe, budget: int) -> int | None:
         """The largest number of graphs that fits in a budget, since what is held grows with it; ``None`` if none."""

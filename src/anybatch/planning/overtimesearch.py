@@ -165,9 +165,10 @@ class ChunkSearch(Search):
         splits = self._chunks.values > 0 or self._loss.is_truncated
         return [row for row in super()._rows(budget) if splits or row.micro_batches == 1]
 
-    def whole_bytes(self) -> int:
+    def whole_bytes(self, autocast: str = "") -> int:
         """The peak of the whole batch at once; 0 where that is not looked at, with all steps in one chunk."""
-        return super().whole_bytes() if self._loss.is_truncated or self._chunks.length >= self._steps else 0
+        is_known = self._loss.is_truncated or self._chunks.length >= self._steps
+        return super().whole_bytes(autocast) if is_known else 0
 
     def finished(self, row: PlanRow) -> PlanRow:
         """A row of the chunks that were looked at, as one of all chunks."""

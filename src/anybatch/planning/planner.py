@@ -20,7 +20,7 @@ from anybatch.planning.overtimesearch import ChunkSearch
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.reserved import held_on
-from anybatch.planning.running import left_as_it_was
+from anybatch.planning.running import left_as_it_was, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
@@ -66,7 +66,7 @@ class Planner:
         self._patience, self._allow, self._may_try = patience, allow, True
         kinds: dict[type, type[Search]] = {OverTime: ChunkSearch, Coupled: CoupledSearch}
         kind = next((search for loss, search in kinds.items() if isinstance(subject.loss_fn, loss)), Search)
-        with left_as_it_was(subject):
+        with random_state_kept(subject):
             self._search = kind(subject, target, allow)
         self._search.times.update(times or {})
         if like is not None:
@@ -104,7 +104,7 @@ class Planner:
         row, parts = replace(row, micro_batch_size=limit or 0), splittable.plan(limit, oversized="alone")
         if limit is not None and (most := max(part.cost for part in parts)) > limit:
             return f"a sample costs {most:g}, and a micro-batch may cost {limit:g}"
-        with left_as_it_was(self.subject):
+        with random_state_kept(self.subject):  # at each step, so no look for all state in Python
             return search.outgrown_parts(parts, row, self._usable)
 
     def plan(self, budget: int, *, race: bool = True) -> Plan:
@@ -284,7 +284,7 @@ class Planner:
         known = {_configuration(one) for one, _ in ranked}
         front = (one for one in search.front() if _configuration(one) not in known)
         alternatives = pareto(search.finished(one) for one in (*(one for one, _ in ranked), *front))
-        whole = search.whole_bytes()
+        whole = search.whole_bytes(row.autocast)
         binding = binding_of(peak, search.hint(row, peak), search.floor_size(row))
         chosen, modules = search.finished(row), search.shares(row)
         return Plan(

@@ -120,18 +120,27 @@ def _python_state(subject: Subject) -> SideEffects:
 
 
 @contextlib.contextmanager
-def left_as_it_was(subject: Subject) -> Iterator[None]:
-    """Puts random state back, also what a ``collate`` has drawn.
-
-    It looks once for all state in Python that runs within its block are to put back.
-    """
+def random_state_kept(subject: Subject) -> Iterator[None]:
+    """Puts random state back, also what a ``collate`` has drawn."""
     before = RandomState({parameter.device for parameter in subject.parameters})
-    subject.behaviour.python = _python_state(subject)
     try:
         yield
     finally:
-        subject.behaviour.python = None
         before.restore()
+
+
+@contextlib.contextmanager
+def left_as_it_was(subject: Subject) -> Iterator[None]:
+    """Puts random state back, and looks once for all state in Python that runs within its block are to put back.
+
+    The look takes time by the size of that state, so that it is for blocks with runs only.
+    """
+    with random_state_kept(subject):
+        subject.behaviour.python = _python_state(subject)
+        try:
+            yield
+        finally:
+            subject.behaviour.python = None
 
 
 @contextlib.contextmanager

@@ -172,19 +172,20 @@ class Search:
         found = (self._profile_within(self.base, one) for one in reversed(self.splittings))
         return any(one is not None and one.update_peak <= budget for one in found)
 
-    def whole_bytes(self) -> int:
-        """The peak of the whole batch at once without memory optimizations; 0 if it is not known.
+    def whole_bytes(self, autocast: str = "") -> int:
+        """The peak of the whole batch at once at a precision, without memory optimizations; 0 if it is not known.
 
         The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
         """
+        recipe = replace(self.base, autocast=autocast)
         if self.splittings[0].is_single:
-            return self.profile(self.base, self.splittings[0]).peak
+            return self.profile(recipe, self.splittings[0]).peak
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
-        if not may_join or len({*self.profiles.lengths.each}) > 1 or not self.profiles.is_straight(self.base):
+        if not may_join or len({*self.profiles.lengths.each}) > 1 or not self.profiles.is_straight(recipe):
             return 0
         size = Size(splittable.rows)
-        return self.profiles.profile(self.base, size, single=True).at(size, 1).peak
+        return self.profiles.profile(recipe, size, single=True).at(size, 1).peak
 
     # How long micro-batches take.
 

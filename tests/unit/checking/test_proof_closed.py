@@ -183,3 +183,13 @@ def test_what_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybatch.checking.proof._Prover._explained", lambda *_: missing)  # type: ignore[name-defined]  # noqa: F821
     with pytest.raises(anybatch.NotSplittable, match=re.escape("What explains it failed with NameError")):
         steps(net(), root, micro_batch_size=8)(rows())
+
+
+def test_a_loss_of_the_whole_batch_stops_though_its_wording_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def larger(model: Any, batch: Any) -> Any:
+        squares = model(batch["x"]).square().mean()
+        return squares * 5 if len(batch["x"]) > 200 else squares
+
+    monkeypatch.delattr("anybatch.checking.replaying.worded")
+    with pytest.raises(anybatch.NotSplittable, match="failed with NameError"):
+        steps(net(), larger, micro_batch_size=4)(rows(256))

@@ -122,3 +122,31 @@ def test_a_buffer_that_the_first_forward_makes_room_in_is_put_back() -> None:
     with pytest.raises(anybatch.NotSplittable):
         anybatch.backward(model, mse, batch, micro_batch_size=8)
     assert model.largest.shape == (0,)
+
+
+class Dropped(nn.Module):
+    """A layer whose first forward finds a buffer that no later one does."""
+
+    def __init__(self, *, deletes: bool) -> None:
+        super().__init__()
+        self.layer, self.deletes = nn.Linear(4, 3).double(), deletes
+        self.register_buffer("first", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 3.0 if getattr(self, "first", None) is not None else 1.0
+        if not self.deletes:
+            self.first = None
+        elif hasattr(self, "first"):
+            del self.first
+        out: torch.Tensor = self.layer(x) * factor
+        return out
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_buffer_that_the_forward_drops_is_no_proof(deletes: bool) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(20, 4).double(), "y": torch.randn(20, 3).double()}
+    certificate = anybatch.check(Dropped(deletes=deletes), mse, batch, micro_batch_size=8)
+    assert [(one.code, one.where) for one in certificate.reasons] == [("buffer", "first")]
+    with pytest.raises(anybatch.NotSplittable, match="first"):
+        anybatch.backward(Dropped(deletes=deletes), mse, batch, micro_batch_size=8)
