@@ -1,6 +1,7 @@
 """A batch in which anything is larger than what was planned for is planned for again, whatever kind of leaf it is."""
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -193,3 +194,39 @@ def test_items_of_a_list_may_have_other_numbers_of_dimensions() -> None:
         for some in (items, items[::-1])
     )
     assert set(forward.values()) == set(backward.values()) == {(4,), (3, 5)}
+
+
+def calls_of_a_collated_step(lists: int) -> int:
+    """How many functions a step under a plan calls whose model has some lists of its own."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    model.kept = {number: [number] for number in range(lists)}
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        return pad_sequence(samples, batch_first=True)[:, :16]
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    batch = [torch.randn(16) for _ in range(32)]
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory="1MiB", collate=collate)
+    for _ in range(4):
+        step(batch)
+    count = 0
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(look)
+    try:
+        step(batch)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_under_a_plan_does_not_walk_through_what_the_model_keeps_in_python() -> None:
+    few, many = calls_of_a_collated_step(2), calls_of_a_collated_step(300)
+    assert many < few + 100
