@@ -323,3 +323,24 @@ def test_a_loss_that_goes_on_drawing_is_as_good_a_draw(noise: Callable[[torch.Te
     certificate = check(nn.Linear(5, 3), lambda m, b: F.cross_entropy(m(noise(b["x"])), b["y"]), vectors())
     assert certificate.exact
     assert [note.code for note in certificate.notes] == ["random"]
+
+
+def test_weights_that_the_forward_writes_are_no_count_that_depends_on_the_draws() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9).add_(x.mean(0) * 0.1)
+            return self.linear(x)
+
+    def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        kept = (torch.rand(len(batch)) < 0.5).to(batch.dtype)
+        found: torch.Tensor = (model(batch)[:, 0].square() * kept).sum() / kept.sum()
+        return found
+
+    certificate = check(Written(), loss_fn, torch.randn(16, 8))
+    (reason,) = [one for one in certificate.reasons if one.code == "weight"]
+    assert "random numbers" not in reason.message
