@@ -29,7 +29,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "sampling start": {"times": 3.0, "level": 59.0},
     "inputs alike": {"value": 0.0, "calls": 12, "symbols": False},
-    "unread field": {"name": "done", "kind": "end"},
+    "unread field": {"name": "done", "kind": "end", "call": "np.fliplr(done)"},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
     "itself": {"op": "kl_div"},
     "sums": {"rows": 32, "ratio": 4.0},

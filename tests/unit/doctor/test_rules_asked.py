@@ -117,6 +117,9 @@ def test_field_unread_is_quiet_without_an_answer() -> None:
     split = {"name": "train_mask", "held_out": "test_mask", "kind": "split"}
     run = Training(after=(answered("unread field", split),)).run()
     assert "those of test_mask are trained on" in fires(run, "FIELD_UNREAD", "warning").message
+    result = {"name": "image", "call": "np.fliplr(image).copy()", "kind": "result"}
+    run = Training(after=(answered("unread field", result),)).run()
+    assert fires(run, "FIELD_UNREAD", "warning").fix == "image = np.fliplr(image).copy()"
 
 
 def judged(values: tuple[float, ...], function: str = "binary_cross_entropy_with_logits", **more: Any) -> Training:

@@ -15,6 +15,7 @@ from anybatch.doctor.ask import (
     axes,
     batches,
     copies,
+    discarded,
     fitting,
     functions,
     ideals,
@@ -37,7 +38,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, schedules, functions, batches, sampling, adversaries)
+OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16

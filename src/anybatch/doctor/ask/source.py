@@ -127,9 +127,9 @@ def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
         idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
         trees = {file: tree for file in {one.file for one in idle} if (tree := tree_of(file)) is not None}
         used = {(end.file, end.line), *((one.file, one.line) for one in tape.operations if last & {*one.outs})}
-        beside = {_scope_at(trees[file], line) for file, line in used if file in trees}  # with other parts of the loss
+        beside = {scope_at(trees[file], line) for file, line in used if file in trees}  # with other parts of the loss
         for file, line in dict.fromkeys((one.file, one.line) for one in idle if one.file in trees):
-            for name in unread_at(trees[file], line) if _scope_at(trees[file], line) in beside else ():
+            for name in unread_at(trees[file], line) if scope_at(trees[file], line) in beside else ():
                 yield told("unread field", Line(file, line), name=name, kind="term")
 
 
@@ -141,7 +141,7 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
         >>> [list(unread_at(ast.parse(text), line)) for line in (2, 3, 4)]
         [[], ['b'], []]
     """
-    scope = _scope_at(tree, line)
+    scope = scope_at(tree, line)
     shared = {name for one in walked(scope) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
     for one in walked(scope):
         if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or 0):
@@ -149,7 +149,7 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
             yield from (name for name in names if name not in _read(scope) | shared)
 
 
-def _scope_at(tree: ast.Module, line: int) -> ast.AST:
+def scope_at(tree: ast.Module, line: int) -> ast.AST:
     """The innermost function around a line, or the whole file."""
     inside = [one for one in _functions(tree) if one.lineno <= line <= (one.end_lineno or 0)]
     return max(inside, key=lambda one: one.lineno, default=tree)
