@@ -68,6 +68,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "scaled apart": {"rows": 400, "columns": 4},
     "drawn targets": {"op": "mse_loss"},
     "indices": {"op": "argmax"},
+    "rows of marks": {"op": "__getitem__", "ones": 3, "rows": 8},
     "related inputs": {"collapsed": True, "loss": -0.998, "others": -0.994, "rows": 64, "optimizer": 0},
     "drowned": {"share": 0.001, "rows": 64},
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},

@@ -408,3 +408,30 @@ def of_nodes(pick: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[to
 )
 def test_targets_of_other_rows_than_those_that_were_picked_are_told(pick: Any, expected: str) -> None:
     assert answer(lambda: of_nodes(pick), "picked apart") == expected
+
+
+def of_marks(pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Only marked rows are to count."""
+    net, x, marks = nn.Linear(4, 3), torch.randn(16, 4), torch.arange(16) % 3 // 2
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        pick(net(x), marks).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("pick", "expected"),
+    [
+        (lambda made, marks: made[marks], "yes"),
+        (lambda made, marks: made.index_select(0, marks), "yes"),
+        (lambda made, marks: made[marks.bool()], "no"),
+        (lambda made, marks: made[marks.nonzero()[:, 0]], "no"),
+        (lambda made, marks: made[:2][marks], "no"),  # a table of two
+        (lambda made, marks: made[torch.arange(16), marks], "no"),  # a class of each row
+        (lambda made, marks: made[marks + 1], "no"),
+        (lambda made, marks: made[torch.zeros(16, dtype=torch.long)], "no"),
+    ],
+)
+def test_rows_that_are_picked_by_zeros_and_ones_are_told(pick: Any, expected: str) -> None:
+    assert answer(lambda: of_marks(pick), "rows of marks") == expected

@@ -46,6 +46,7 @@ _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "lon
 _SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
 _MOST_COMPARED = 16  # rows
 _NEIGHBOURS_OF = 1024  # rows
+_MARKED = 8  # rows, of which numbers would be larger than one
 _LEAST = 3  # targets of a class, none of which counts
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
@@ -354,6 +355,19 @@ def of_indices(step: Step) -> Iterator[Probed]:
                 (sums if is_sum or set(given) & sums.keys() else places).update(dict.fromkeys(one.outs, of))
         if made & set(given):
             made |= set(one.outs)
+
+
+@asks("rows of marks")
+def rows_of_marks(step: Step) -> Iterator[Probed]:
+    """Whether rows are picked by zeros and ones, one for each row, as if they were numbers of rows."""
+    for operation in step.used("__getitem__", "index_select"):
+        if len(operation.given) != 2 or operation.args[-1] != operation.given[1]:
+            continue  # by several indices, or places of more than the rows
+        source, marks = (step.values[one].detach() for one in operation.given)
+        if marks.dtype in (torch.int64, torch.int32) and marks.dim() == 1 and len(marks) == len(source) >= _MARKED:
+            count = int(marks.sum())
+            if 0 < count < len(marks) and bool(((marks == 0) | (marks == 1)).all()):
+                yield said(operation, op=operation.name, ones=count, rows=len(marks))
 
 
 def _given(operation: Operation) -> dict[str, Any]:
