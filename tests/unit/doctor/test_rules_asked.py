@@ -212,14 +212,6 @@ def test_target_of_indices_is_quiet_without_an_answer() -> None:
     both("indices", "TARGET_OF_INDICES")
 
 
-def test_marks_as_rows_fires_and_says_how_many_are_marked() -> None:
-    assert "not the 3 that are marked" in fires(asked("rows of marks", "yes").run(), "MARKS_AS_ROWS", "error").message
-
-
-def test_marks_as_rows_is_quiet_without_an_answer() -> None:
-    both("rows of marks", "MARKS_AS_ROWS", "error")
-
-
 def test_collapsed_fires_with_both_losses() -> None:
     run = asked("related inputs", "no").run()
     assert "is -0.998, and -0.994" in fires(run, "COLLAPSED", "warning").message

@@ -49,3 +49,12 @@ def test_rows_torn_fires_where_an_order_is_lost_and_the_script_says_so(accuracy:
         fires(run, "ROWS_TORN", "warning")
     else:
         quiet(run, "ROWS_TORN")
+
+
+def test_marks_as_rows_fires_and_says_how_many_are_marked() -> None:
+    assert "not the 3 that are marked" in fires(asked("rows of marks", "yes").run(), "MARKS_AS_ROWS", "error").message
+
+
+def test_marks_as_rows_is_quiet_without_an_answer() -> None:
+    quiet(asked("rows of marks", "no").run(), "MARKS_AS_ROWS")
+    quiet(asked("rows of marks", "unknown").run(), "MARKS_AS_ROWS")
