@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask.copies import about_redrawn
+from anybatch.doctor.ask.copies import about_redrawn, about_undone
 from anybatch.doctor.samples.redraws import Redraws
 
 Writes = Callable[[nn.Linear, int], object]
+BEGINNING = nn.Linear(20, 10).state_dict()
 
 
 def told_of(writes: Writes, folds: int = 1) -> list[dict[str, Any]]:
@@ -30,6 +32,56 @@ def told_of(writes: Writes, folds: int = 1) -> list[dict[str, Any]]:
     kept: Any = SimpleNamespace(redraws=redraws)
     run: Any = None
     return [dict(one.evidence) for one in about_redrawn(kept, run)]
+
+
+def undone(writes: Writes) -> list[dict[str, Any]]:
+    """What is told of a training after each step of which something may write to its net."""
+    torch.manual_seed(0)
+    net, redraws = nn.Linear(20, 10), Redraws()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    for step in range(30):
+        optimizer.zero_grad()
+        x = torch.randn(8, 20)
+        F.cross_entropy(net(x), x[:, :10].argmax(1)).backward()
+        redraws.look(0, optimizer)
+        optimizer.step()
+        if step < 10 or step % 10 == 0:
+            redraws.look_after(0)
+        writes(net, step)
+    kept: Any = SimpleNamespace(redraws=redraws)
+    run: Any = None
+    return [dict(one.evidence) for one in about_undone(kept, run)]
+
+
+def rounded(net: nn.Linear, bits: int) -> torch.Tensor:
+    weight = net.weight.detach()
+    scale = weight.abs().max() / (2 ** (bits - 1) - 1)
+    whole: torch.Tensor = torch.round(weight / scale)
+    return whole * scale
+
+
+@pytest.mark.parametrize("writes", [
+    lambda net, step: net.load_state_dict(BEGINNING),
+    lambda net, step: net.weight.data.copy_(rounded(net, 3)),
+    lambda net, step: setattr(net.weight, "data", rounded(net, 3)),
+    lambda net, step: setattr(net.weight, "data", net.weight.data.half().round().float()),
+])  # fmt: skip
+def test_steps_that_are_taken_back_are_told_of(writes: Writes) -> None:
+    (told,) = undone(writes)
+    assert told["steps"] >= 9
+    assert abs(told["cosine"]) < 0.1
+
+
+def test_steps_that_are_kept_in_part_or_put_back_now_and_then_are_not_told_of() -> None:
+    writes: list[Writes] = [
+        lambda net, step: None,
+        lambda net, step: net.weight.data.clamp_(-0.01, 0.01),  # as the critic of a WGAN
+        lambda net, step: net.weight.data.div_(net.weight.data.norm(dim=1, keepdim=True)),
+        lambda net, step: net.weight.data.mul_(1 - 1e-3),
+        lambda net, step: net.load_state_dict(BEGINNING) if step % 5 == 4 else None,  # an inner loop
+        lambda net, step: setattr(net.weight, "data", rounded(net, 16)),
+    ]
+    assert [undone(write) for write in writes] == [[]] * len(writes)
 
 
 def each_epoch(write: Callable[[nn.Linear], object]) -> Writes:

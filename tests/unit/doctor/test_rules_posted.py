@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from answer_runs import asked
+from answer_runs import asked, flat
 from anybatch.records.events import Loaded
 from anybatch.records.lossfacts import Printed
 from number_runs import call, falling, fires, quiet
@@ -58,3 +58,14 @@ def test_marks_as_rows_fires_and_says_how_many_are_marked() -> None:
 def test_marks_as_rows_is_quiet_without_an_answer() -> None:
     quiet(asked("rows of marks", "no").run(), "MARKS_AS_ROWS")
     quiet(asked("rows of marks", "unknown").run(), "MARKS_AS_ROWS")
+
+
+def test_update_undone_fires_where_nothing_was_learned_and_nowhere_else() -> None:
+    run = replace(asked("undone", "yes"), loss=flat)
+    assert "after 9 of 10 steps" in fires(run.run(), "UPDATE_UNDONE", "error").message
+    quiet(asked("undone", "yes").run(), "UPDATE_UNDONE")
+    quiet(replace(asked("undone", "no"), loss=flat).run(), "UPDATE_UNDONE")
+
+
+def test_update_undone_is_quiet_where_the_question_has_no_answer() -> None:
+    quiet(replace(asked("undone", "unknown"), loss=flat).run(), "UPDATE_UNDONE")

@@ -1,4 +1,4 @@
-"""What nets were seen to be and to be given: copies that never change, buffers, inputs, weights that are drawn anew."""
+"""What nets were seen to be and to be given: copies, buffers, inputs, weights that are drawn anew or put back."""
 
 import contextlib
 import itertools
@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch.nn.functional as F
@@ -396,3 +397,14 @@ def about_redrawn(kept: Kept, run: Run) -> Iterator[Probed]:
         if len(steps) >= _LEAST_DRAWN and is_rare and not put_back:
             every = (steps[-1] - steps[0]) // (len(steps) - 1)
             yield told("redrawn", optimizer=number, times=len(steps), every=every)
+
+
+_LEAST_UNDONE, _NOTHING_KEPT = 8, 0.2  # a cosine
+
+
+def about_undone(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether what an optimizer changes is gone before its next step."""
+    for number, one in kept.redraws.optimizers.items():
+        gone = sum(abs(cosine) < _NOTHING_KEPT for cosine in one.kept)
+        if len(one.kept) >= _LEAST_UNDONE and gone >= 0.8 * len(one.kept):
+            yield told("undone", optimizer=number, steps=gone, of=len(one.kept), cosine=median(one.kept))

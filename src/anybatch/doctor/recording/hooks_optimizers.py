@@ -148,6 +148,8 @@ class OptimizerHooks:
         recording.stepped = known.optimizer
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
+        if sampled and self._samplers.kept.on:
+            self._samplers.safely("redraws", self._samplers.kept.redraws.look_after, number)
         counter = recording.counter
         if count == 0:
             if counter.step > 1 and self._takes_over(known):

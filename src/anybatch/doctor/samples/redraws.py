@@ -1,4 +1,4 @@
-"""Entries of weights between the steps of an optimizer, by which it is seen that they were drawn anew."""
+"""Entries of weights around the steps of an optimizer: whether they were drawn anew, or a step taken back."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ import torch
 
 _ENTRIES, _LEAST_ENTRIES, _MOST_DRAWN = 256, 64, 32
 
+_TINY = 1e-30
 _RELATED = 0.5
 """A part of the square of the weights: a step leaves their product with the next ones near 1, new ones near 0."""
 
@@ -22,6 +23,17 @@ class Watched:
     step: int  # from one of the entries to the next
     looks: int = 0
     drawn: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # the look, and what came
+    after: torch.Tensor | None = None  # a step, as long as the next one has not begun
+    kept: list[float] = field(
+        default_factory=list
+    )  # cosines of what a step changed and what of it was there at the next
+
+    def read(self) -> torch.Tensor | None:
+        """The entries as they are; ``None`` where the weight is gone, or another one by now."""
+        weight = self.weight()
+        if weight is None or weight.shape != self.shape or not weight.is_cpu or weight.dtype != self.before.dtype:
+            return None
+        return weight.detach().as_strided(self.before.shape, (self.step,)).clone()
 
 
 class Redraws:
@@ -44,15 +56,22 @@ class Redraws:
                 entries = weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
                 self.optimizers[number] = Watched(weakref.ref(weight), entries, weight.shape, step)
             return
-        weight = known.weight()
-        if weight is None or weight.shape != known.shape or len(known.drawn) >= _MOST_DRAWN:
+        now = known.read() if len(known.drawn) < _MOST_DRAWN else None
+        if now is None:
             return
-        if not weight.is_cpu or weight.dtype != known.before.dtype:
-            return
-        before, now = known.before, weight.detach().as_strided(known.before.shape, (known.step,)).clone()
+        before, after, known.after = known.before, known.after, None
         known.looks, known.before = known.looks + 1, now
+        if after is not None and len(known.kept) < _MOST_DRAWN and (moved := after - before).any():
+            left = now - before
+            known.kept.append(float(torch.dot(left, moved) / (left.norm() * moved.norm()).clamp_min(_TINY)))
         if float(torch.dot(before, now)) < _RELATED * float(torch.dot(before, before)):  # as in ``related``
             known.drawn.append((known.looks, now))
+
+    def look_after(self, number: int) -> None:
+        """Is told that an optimizer has made a step that is measured."""
+        known = self.optimizers.get(number)
+        if known is not None and len(known.kept) < _MOST_DRAWN:
+            known.after = known.read()
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
