@@ -55,7 +55,7 @@ def undone(writes: Writes) -> list[dict[str, Any]]:
 
 def rounded(net: nn.Linear, bits: int) -> torch.Tensor:
     weight = net.weight.detach()
-    scale = weight.abs().max() / (2 ** (bits - 1) - 1)
+    scale: torch.Tensor = weight.abs().max() / float(2 ** (bits - 1) - 1)
     whole: torch.Tensor = torch.round(weight / scale)
     return whole * scale
 
