@@ -23,14 +23,15 @@ def windows(
     ends: Sequence[int] = (), clear_at_end: bool = False, lines: Sequence[int] = (), cls: str = "SGD",
     edited: int = 0, spread: float = 0.3,
     touched: Sequence[Sequence[int]] = (), items: Sequence[int] = (), rows: int = 8,
-    reduction: str = "mean",
+    reduction: str = "mean", loader: bool = True,
 ) -> RunBuilder:  # fmt: skip
     """Steps of so many backwards; ``ends`` are numbers of micro-batches after which an epoch ends."""
     built = RunBuilder()
     numbers = built.model()
     built.optimizer(numbers, cls=cls, variable="opt")
     micro = 0
-    built.epoch()
+    if loader:
+        built.epoch()
     for count in counts:
         if not clear_each:
             built.clear()
@@ -108,6 +109,14 @@ def test_accum_tail_dropped_fires_at_the_border_of_an_epoch() -> None:
     (one,) = findings(built, "ACCUM_TAIL_DROPPED")
     assert one.evidence == {"lost": 2, "of": 4, "times": 2}
     assert found(built) == {"ACCUM_TAIL_DROPPED"}
+
+
+def test_accum_tail_dropped_fires_without_a_loader_at_equal_distances() -> None:
+    built = windows([4, 4, -2, 4, 4, -2, 4, 4, -2, 4, 4], loader=False)
+    (one,) = findings(built, "ACCUM_TAIL_DROPPED")
+    assert one.evidence == {"lost": 2, "of": 4, "times": 3}
+    for counts in ([4, 4, -2, 4, 4, -2, 4, 4], [4, 4, -2, 4, -2, 4, 4, -2, 4], [4, 4, -2, 4, 4, -3, 4, 4, -2, 4, 4]):
+        assert not findings(windows(counts, loader=False), "ACCUM_TAIL_DROPPED")
 
 
 def test_accum_tail_dropped_is_quiet_on_a_flushed_tail_and_at_the_end_of_the_run() -> None:

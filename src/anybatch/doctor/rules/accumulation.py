@@ -120,7 +120,10 @@ def accum_first_window(run: Run) -> Iterator[Found]:
 def accum_tail_dropped(run: Run) -> Iterator[Found]:
     """Ends of epochs that are cleared without a step."""
     for one, found, count in _accumulating(run):
-        bad = [(w, clear) for w in found if 0 < len(w.passes) - len(w.used) < count and (clear := _at_border(w))]
+        cleared = [(w, clear) for w in found if 0 < len(w.passes) - len(w.used) < count and (clear := _cleared(w))]
+        bad = [(window, clear) for window, clear in cleared if _ends_before(window, clear)]
+        if not any(run.of(Epoch)) and _regular(found, [window for window, _ in cleared]):
+            bad = cleared
         if not bad or sum(len(window.used) == count for window in found) < _ENOUGH:
             continue
         window, clear = bad[0]
@@ -138,13 +141,17 @@ def accum_tail_dropped(run: Run) -> Iterator[Found]:
         )
 
 
-def _at_border(window: Window) -> Cleared | None:
-    """The only clearing behind the first backward of a window, if an epoch ended between the two."""
+def _cleared(window: Window) -> Cleared | None:
+    """The only clearing of a window, if it is behind the first backward."""
     first = window.passes[0].fact.at
     clear = next((one for one in window.events if isinstance(one, Cleared) and one.at > first), None)
+    return clear if window.clears == 1 else None
+
+
+def _ends_before(window: Window, clear: Cleared) -> bool:
+    """Whether an epoch ended between the first backward and a clearing."""
     ends = [one.at for one in window.events if isinstance(one, Epoch) and one.ended]
-    dropped = clear is not None and window.clears == 1 and any(first < end < clear.at for end in ends)
-    return clear if dropped else None
+    return any(window.passes[0].fact.at < end < clear.at for end in ends)
 
 
 @rule("AB354", "ACCUM_TAIL_LEAKS", "warning", explains=RUNS_AWAY)
@@ -178,7 +185,7 @@ def _regular(whole: list[Window], longer: list[Window]) -> bool:
     """Whether windows of one size come at equal distances, as those at the border of an epoch do without a loader."""
     places = [index for index, one in enumerate(whole) if any(one is other for other in longer)]
     distances = {second - first for first, second in itertools.pairwise(places)}
-    alike = len({len(one.used) for one in longer}) == 1
+    alike = len({(len(one.used), len(one.passes)) for one in longer}) == 1
     return len(places) >= _ENOUGH and alike and len(distances) == 1 and max(distances) > 1
 
 
