@@ -427,42 +427,6 @@ for x, y in loader:
         found(text)
 
 
-SLICED = """
-for i in range(0, len(inputs), 100):
-    optimizer.zero_grad()
-    {}
-    {}.backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "loss", "named"),
-    [
-        ("pass", "(model(inputs[i : i + 100]) - targets[i : i + 100]).square().mean()", r"xs = inputs\[i : i \+ 100\]"),
-        ("out = model(inputs[i : i + 100])", "(out - targets[i : i + 100]).square().mean()", "inputs"),
-        ("x = inputs[i : i + 100]", "(model(x) - targets[i : i + 100]).square().mean()", "targets"),
-        ("pass", "(model(inputs[[i]]) - targets[[i]]).square().mean()", "inputs"),
-    ],
-)
-def test_a_batch_that_the_forward_takes_out_of_all_samples_is_to_have_a_name(
-    before: str, loss: str, named: str
-) -> None:
-    with pytest.raises(StepUnclear, match=f"takes the batch out of .*{named}"):
-        found(SLICED.format(before, loss))
-
-
-@pytest.mark.parametrize(
-    ("before", "loss", "batch"),
-    [
-        ("x, y = inputs[i : i + 100], targets[i : i + 100]", "(model(x) - y).square().mean()", ["x", "y"]),
-        ("rows = torch.arange(i, i + 100) % 256", "(model(inputs[rows]) - targets[rows]).square().mean()", ["rows"]),
-    ],
-)
-def test_a_batch_that_has_a_name_is_found_though_the_loop_counts(before: str, loss: str, batch: list[str]) -> None:
-    assert list(found(SLICED.format(before, loss))._step.batch) == batch
-
-
 def test_any_line_of_the_loop_leads_to_its_step_as_that_of_a_crash_does() -> None:
     Path("train.py").write_text(HEAD + PLAIN, encoding="utf-8")
     names = runpy.run_path("train.py", run_name="__main__")
