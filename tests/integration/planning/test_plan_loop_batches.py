@@ -7,7 +7,7 @@ samples; an optimizer that is left out of the bytes; a name that the changed loo
 import pytest
 
 from anybatch.doctor.loopsteps import StepUnclear
-from test_plan_loops import folder, found  # noqa: F401 - the one is a fixture
+from plan_loop_scripts import folder, found  # noqa: F401 - one is a fixture
 
 SLICED = """
 for i in range(0, len(inputs), 100):

@@ -14,35 +14,14 @@ import torch
 import anybatch
 import forked_python
 from anybatch import interception
-from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.plan_loops import FoundStep
 from anybatch.doctor.loopsteps import StepUnclear, inputs_of, step_at
 from anybatch.planning.entrance import plan
+from plan_loop_scripts import HEAD, Stop, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
 
 # All numbers are small whole ones or halves of halves, in float64: sums are exact in any order, so that in the first
 # update a batch in parts has bitwise the gradient of the whole one.
-HEAD = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
-
-def whole(module):
-    with torch.no_grad():
-        for one in module.parameters():
-            one.copy_(torch.randint(-2, 3, one.shape))
-    return module.double()
-
-
-model = whole(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)))
-optimizer = torch.optim.SGD(model.parameters(), lr=2**-12)
-inputs = torch.randint(-2, 3, (256, 8)).double()
-targets = torch.randint(-2, 3, (256, 4)).double()
-loader = [(inputs, targets)]
-seen = []
-"""
-
 PLAIN = """
 for epoch in range(1):
     for x, y in loader:
@@ -255,40 +234,6 @@ for fold in range(1):
             optimizer.step()
 """,
 }
-
-
-class Stop(BaseException):
-    """Ends a script at its first step, as the child process of the command line does."""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back as it is at the end
-    for name in ("anybatch.step", "anybatch.backpropagation"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
-
-
-def found(text: str) -> FoundStep:
-    """What is found in a script, which ends there."""
-    Path("train.py").write_text(HEAD + text, encoding="utf-8")
-    given: list[Any] = []
-    original = torch.Tensor.backward
-
-    def stop(*seen: Any) -> None:
-        given.extend(seen)
-        raise Stop
-
-    watch = LoopWatch(stop, pytest.fail)
-    watch.attach()
-    try:
-        with pytest.raises(Stop):
-            runpy.run_path("train.py", run_name="__main__")
-    finally:
-        watch.detach()
-        torch.Tensor.backward = original  # type: ignore[method-assign]
-    return FoundStep(*given)
 
 
 def changed(step: FoundStep, size: int = 32) -> str:

@@ -127,7 +127,8 @@ class Tagger(nn.Module):
         self.rnn, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
+        found: Tensor = self.head(self.rnn(x)[0])
+        return found
 
 
 def test_chunks_of_time_are_named_where_they_make_a_recurrent_net_fit() -> None:
