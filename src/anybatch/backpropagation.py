@@ -11,7 +11,7 @@ from anybatch.batch.batches import Part
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.engine import Engine
-from anybatch.errors import LossError
+from anybatch.errors import LossError, NotSplittable
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
@@ -159,8 +159,11 @@ class Gradient(Engine):
             self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
             if is_of_part and batch_norm == "refuse":
                 refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
-            with self._planned(splittable):
-                result = self._run(task, parameters)
+            try:
+                with self._planned(splittable):
+                    result = self._run(task, parameters)
+            except NotSplittable as refusal:
+                return self._run_whole(refusal, lambda: Gradient.__call__(self, batch))
         self._limit.resolve(splittable.largest)
         result.plan = None if self._follower is None else self._follower.plan
         return result

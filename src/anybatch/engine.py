@@ -1,6 +1,7 @@
 """What ``TrainStep`` and ``backward`` have in common: checked options, and a plan or a size of micro-batches."""
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from anybatch import interception
 from anybatch.batch.batches import Splittable
 from anybatch.checking.proving import Proofs
+from anybatch.errors import NotSplittable, warn
 from anybatch.interception import Call, announce, watchers
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.options import Options, check_devices
+from anybatch.records.results import StepResult
 from anybatch.tensors.modules import device_of, devices_of
 from anybatch.update.passes import Task
 from anybatch.update.refusals import Verb
@@ -106,6 +109,14 @@ class Engine:
         from anybatch.planning.following import followed
 
         return followed(self._follower, splittable, self._clear, self._settings.device, self._placements)
+
+    def _run_whole(self, refusal: NotSplittable, run: Callable[[], StepResult]) -> StepResult:
+        """Runs a batch again, whole, if that is what a plan says since it can't be split; else raises the refusal."""
+        if self._follower is None or self._follower.refusal is not refusal:
+            raise refusal
+        result = run()
+        warn(f"the batch runs whole, which the budget allows, since {refusal}")
+        return result
 
     def _clear(self) -> None:
         """Takes gradients off, whose memory is needed."""

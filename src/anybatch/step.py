@@ -13,7 +13,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
 from anybatch.engine import Engine
-from anybatch.errors import BatchError, NotSplittable, warn
+from anybatch.errors import BatchError, NotSplittable
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction, as_over_time
@@ -227,10 +227,7 @@ class TrainStep(Engine):
             try:
                 result = self._train(batch)
             except NotSplittable as refusal:
-                if self._follower is None or self._follower.refusal is not refusal:
-                    raise
-                result = self._train(batch)
-                warn(f"the batch runs whole, which the budget allows, since {refusal}")
+                result = self._run_whole(refusal, lambda: self._train(batch))
             if result.skipped:
                 self.skipped += 1
                 logger.info("update skipped: %s", result.skipped)

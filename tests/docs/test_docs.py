@@ -1,6 +1,7 @@
-"""Every block of code in the README and the documentation runs."""
+"""Every block of code in the README and the documentation runs, and says what it needs to be installed."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)  # a page may write files
     text = PAGES[name].read_text(encoding="utf-8")
     assert run_page(text, name) <= len(list(blocks(text)))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_how_to_install_what_only_it_imports(name: str) -> None:
+    text = PAGES[name].read_text(encoding="utf-8")
+    code = "\n".join(block.text for block in blocks(text) if "no-run" not in block.info)
+    imported = {found[1] for found in re.finditer(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE)}
+    others = imported - sys.stdlib_module_names - {"torch", "anybatch", "pytest"}
+    installed = " ".join(re.findall(r"pip install[^`]*", text)).replace("scikit-learn", "sklearn")
+    assert not [one for one in others if one not in installed]
 
 
 def test_the_pages_are_found() -> None:

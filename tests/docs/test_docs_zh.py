@@ -1,8 +1,8 @@
 """The Chinese pages say what the English ones say.
 
-How they could be silently wrong: code that was changed in one language only; a section, a finding or a link that was
-added to the English page; an answer in another place; another name or command; a figure that was measured anew; stars
-that Markdown shows, because emphasis beside Chinese full stops and brackets is none.
+How they could be silently wrong: code that was changed in one language only; a section, a row of a table, a finding or
+a link that was added to the English page; an answer in another place; another name or command; a figure that was
+measured anew; stars that Markdown shows, because emphasis beside Chinese full stops and brackets is none.
 """
 # ruff: noqa: RUF001 - full-width punctuation is what this is about
 
@@ -27,6 +27,7 @@ CHINESE = {"README.zh-CN.md": "README.md"} | {
 HAN = r"[\u4e00-\u9fff]"
 HALF_WIDTH = re.compile(rf"[,;:?!.](?=\s|$)|[,;:?!\"](?={HAN})|(?<={HAN})[,.;:?!\"]|[()]")
 FIGURE = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?:e-\d+)?")
+FINDING = re.compile(r"AB\d{3}")
 BOLD = re.compile(r"(?<!\*)\*\*([^*]+)\*\*")
 
 
@@ -136,6 +137,15 @@ def test_the_sections_are_the_same_and_in_the_same_order(name: str) -> None:
         assert chinese.spans == english.spans, (chinese, english)
         assert chinese.links == english.links, (chinese, english)
         assert chinese.figures == english.figures, (chinese, english)
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_the_tables_have_the_same_rows_in_the_same_order(name: str) -> None:
+    for chinese, english in pairs(name):
+        rows, expected = (
+            [FINDING.findall(line) for line in one.lines if line[:1] == "|"] for one in (chinese, english)
+        )
+        assert rows == expected, (chinese, english)
 
 
 @pytest.mark.parametrize("name", [*CHINESE, ENTRY])

@@ -263,10 +263,8 @@ class Averages:
         }
         also = ""
         if others:
-            also = (
-                f" On this batch {len(others)} other way{'s' if len(others) > 1 else ''} to count give the same, such "
-                f"as {others[0].code}; take the one that the loss divides by."
-            )
+            ways = "1 other way to count gives" if len(others) == 1 else f"{len(others)} other ways to count give"
+            also = f" On this batch {ways} the same, such as {others[0].code}; take the one that the loss divides by."
         line = self.line({name: chosen})
         return reason("count", where, evidence, what=chosen.items, given=shown, also=also, line=line)
 

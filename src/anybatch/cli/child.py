@@ -79,7 +79,11 @@ class TuneWatch:
         step, optimizers = self._step, self._step._optimizers
         for group, rate in self._rates:  # as the script says it, before any schedule
             group["lr"] = rate
-        rated = rates_that_train(lambda batch: self._original(step, batch), step.model, optimizers, self._batches)
+        rated: list[tuple[float, float]] = []
+        try:
+            rated = rates_that_train(lambda batch: self._original(step, batch), step.model, optimizers, self._batches)
+        except Exception as error:  # noqa: BLE001 - such as of compiled code, which starts no threads at the exit
+            logging.getLogger(__name__).info("no learning rate was tried: %s", error)
         found = advice_of(
             self._noise, optimizers, batch=step._rows, micro_batches=self._result.micro_batches, steps=self._seen,
             rated=rated,
@@ -103,19 +107,21 @@ class Answer:
 
     def __call__(self, call: interception.Call) -> NoReturn:
         """Answers about a call of anybatch; does not return."""
-        frame, _ = users_frame(sys._getframe(1))
-        self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0))
+        frame, library = users_frame(sys._getframe(1))
+        self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0), library)
 
     def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
         """Answers about a step of a plain loop; does not return."""
         self._about(partial(FoundStep, names, file, line, optimizer), (file, line))
 
-    def _about(self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int]) -> NoReturn:
+    def _about(
+        self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int], library: str = ""
+    ) -> NoReturn:
         self._only_once.acquire()  # a second thread waits here until the process is gone
         try:
             interception.first_call.set(None)  # a step within the answer is a step
             self.write(status="reached")
-            self.write(**_answered(call, self._question), at=at)
+            self.write(**_answered(call, self._question), at=at, library=library)
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)
         except BaseException as error:  # noqa: BLE001 - it must not reach the script, which would go on with it
@@ -148,7 +154,7 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
     answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
         if isinstance(call, interception.Call):
-            return answer(call, question)
+            return _or_whole(call, question, answer(call, question))
         found = call()
         facts = answer(found.call, question)
         if question["verb"] == "check":
@@ -156,7 +162,8 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         if facts.get("refusal") and (counted := found.counted(facts["refusal"])) is not None:
             still = _refusal(Plan.from_dict(facts["plan"]), counted, question)
             facts |= {"refusal": facts["refusal"] if still else ""}
-        return found.with_change(facts, question)
+        facts = _or_whole(found.call, question, facts)
+        return found.with_change(facts, question) if facts["status"] == "planned" else facts
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except KeyboardInterrupt:
@@ -175,26 +182,35 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
     return {"status": "checked", "certificate": certificate.to_dict()}
 
 
-def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
+def _or_whole(call: interception.Call, question: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A plan; of the whole batch where the step refuses its micro-batches, as a step with ``memory=`` makes it."""
+    from anybatch.loss.pieces import InPieces
+
+    if not facts.get("refusal") or isinstance(call.loss_fn, InPieces):
+        return facts
+    return _planned(call, question, refusal=facts["refusal"])
+
+
+def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str = "") -> dict[str, Any]:
     from anybatch.errors import DoesNotFit
 
     options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
     options |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
     updates = call.options.get("optimizer") is not None
     memory = next(wish for wish in (question["memory"], call.options.get("memory"), "free") if wish is not None)
+    plans = _whole if refusal else _planner(question)
     try:
-        made = _planner(question)(
-            call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options
-        )
+        made = plans(call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options)
     except DoesNotFit as error:
         needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
-        return {"status": "too-large", "error": str(error), **needs}
+        return {"status": "too-large", "error": str(error), "refusal": refusal, **needs}
     facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
         "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
-        "refusal": "" if question.get("ranks") else _refusal(made, call, question),
+        "obstacle": _obstacle(made, call, options),
+        "refusal": refusal or ("" if question.get("ranks") else _refusal(made, call, question)),
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
 
@@ -243,6 +259,25 @@ def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:
     from anybatch.planning.rankplanner import plan_over_ranks
 
     return partial(plan_over_ranks, ranks=question["ranks"], shard=question["shard"])
+
+
+def _whole(model: Any, loss_fn: Any, batch: Any, *, memory: Any, device: Any, **options: Any) -> Any:
+    """The plan of a batch that its loss does not let be split."""
+    from anybatch.planning.entrance import plan_of, subject_of
+
+    subject, target = subject_of(batch, device, model=model, loss_fn=loss_fn, memory=memory, **options)
+    subject.is_coupled = True
+    return plan_of(subject, target, memory)
+
+
+def _obstacle(made: Any, call: interception.Call, options: Mapping[str, Any]) -> str:
+    """Why a batch can't be cut, and counts as one sample; empty if it can."""
+    if made.samples != 1:
+        return ""
+    from anybatch.planning.entrance import subject_of
+
+    subject, _ = subject_of(call.batch, None, model=call.model, loss_fn=call.loss_fn, memory="free", **options)
+    return str(subject.splittable.obstacle or "")
 
 
 def _leave(script_process: int) -> NoReturn:

@@ -10,19 +10,24 @@ import click
 from rich.console import Console
 
 from anybatch.cli import options
-from anybatch.cli.plan_screen import show_plan, show_rank_plan
+from anybatch.cli.plan_screen import show_choice, show_plan, show_rank_plan
 from anybatch.cli.reporting import Outputs, write_whole
 from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
+from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, read_budget
 
 _WIDTH = 80
 _KIND_BYTES = 200  # within which a file of anybatch says what it is
 _TOO_LARGE = "anybatch does not fit"
 """The kind of the JSON where nothing fits."""
+
+_THROUGH = {"transformers": "ExactTrainer", "trl": "ExactTraining", "lightning": "ExactGradient",
+            "pytorch_lightning": "ExactGradient"}  # fmt: skip
+"""The adapters of libraries that take the steps, which plan by themselves."""
 
 _LEAST = 128  # bytes of a budget without a unit; what is less was meant as GiB
 
@@ -38,7 +43,8 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
             f"got {value!r}; expected a size such as 8GiB or 500MB, a part such as 0.5 or 50%, or free"
         ) from None
     if isinstance(budget, int) and budget < _LEAST and not value.strip()[-1].isalpha():
-        raise click.BadParameter(f"got {value!r}, which is {budget} bytes; expected a unit, such as {value.strip()}GiB")
+        many = "1 byte" if budget == 1 else f"{budget} bytes"
+        raise click.BadParameter(f"got {value!r}, which is {many}; expected a unit, such as {value.strip()}GiB")
     return budget if isinstance(budget, float) else value
 
 
@@ -101,8 +107,9 @@ def plan_command(
 
     With --ranks the script still runs as one process, without a process group.
 
-    Exit codes: 0 for a plan, 1 if nothing fits in the budget or the step refuses the micro-batches, 2 if the script
-    never reached a step.
+    If the step refuses micro-batches, since their gradient would be another one, the plan is of the whole batch.
+
+    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
     _check_ranks(ranks, shard, output, patch)
     outputs = Outputs(json_path, page=output, force=force)
@@ -136,23 +143,26 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
     from anybatch.report.frontier import plan_page
 
     plan, notes, facts = Plan.from_dict(ending.facts["plan"]), _notes(ending), ending.facts
+    refusal = facts.get("refusal", "")
     use = _use_of(plan, question["memory"], question["batch_norm"], question["saved"], facts)
     steps = {name: Timeline.from_dict(one) for name, one in facts.get("steps", {}).items()}
 
     def show(console: Console) -> None:
-        show_plan(plan, console, notes)
+        if refusal:
+            show_choice(plan, Terminal(console), notes)
+            console.print(f"\nMicro-batches are refused: {refusal}", markup=False, soft_wrap=True)
+        else:
+            show_plan(plan, console, notes)
         _show_use(console, use, facts, patch)
 
     def to_patch() -> None:
-        if patch is not None and facts.get("change") and not facts.get("refusal"):
+        if patch is not None and facts.get("change"):
             write_whole(patch, facts["change"])
 
     outputs.write(
         plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),
         to_patch,
     )  # fmt: skip
-    if facts.get("refusal"):
-        raise click.ClickException(f"the step can't be split as planned: {facts['refusal']}")
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -172,26 +182,24 @@ def _notes(ending: Ending) -> list[str]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if ending.facts.get("refusal"):
         notes.append(
-            "The step refuses these micro-batches: they would not give the whole batch's gradient. With memory= "
-            "TrainStep runs the whole batch instead, if that fits."
+            "This is a plan of the whole batch, which a step with memory= runs, with a warning: it refuses "
+            "micro-batches, since they would not give the whole batch's gradient."
         )
+    elif ending.facts.get("obstacle"):
+        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.")
     return notes
 
 
 def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | None) -> None:
     """Writes how to run what was planned: the call, or the lines of a loop that change."""
     change = facts.get("change", "")
-    if facts.get("refusal"):
-        if patch is not None:
-            console.print("\nNo patch was written: the step refuses the plan.", markup=False)
-    elif not change:
+    if not change:
         console.print(f"\nTo use it: {use}", markup=False, soft_wrap=True)
         if "found" in facts:
             console.print(f"The loop stays to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
         if patch is not None:
             why = "the loop stays to be changed by hand" if "found" in facts else "the script calls anybatch itself"
             console.print(f"No patch was written: {why}.", markup=False, soft_wrap=True)
-    if not change or facts.get("refusal"):
         return
     behind = f", or: patch -p1 < {patch}" if patch is not None else ""
     console.print(f"\nTo use it, change the loop at {facts['found']}{behind}\n", markup=False, soft_wrap=True)
@@ -205,17 +213,18 @@ def _use_of(
 ) -> str:
     """How to run what was planned."""
     verb = "TrainStep" if facts["updates"] else "backward"
-    if saved is not None:
+    adapter = _THROUGH.get(facts.get("library", ""), "")
+    if saved is not None and not adapter:
         return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"))'
     if not facts["updates"] and plan.chosen.optimizations:
         return 'save it with --json plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:
-        return "run the script: its TrainStep makes the plan"
+        return f"run the script: its {adapter or 'TrainStep'} makes the plan"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
     norm = f', batch_norm="{batch_norm}"' if batch_norm else ""
-    return f"anybatch.TrainStep(..., memory={wish}{norm})"
+    return f"{adapter or 'anybatch.TrainStep'}(..., memory={wish}{norm})"
 
 
 def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoReturn:
@@ -230,4 +239,6 @@ def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoRe
         lines.append(f"held by: {', '.join(facts['modules'])}")
     if 'batch_norm="ghost"' in facts["error"]:
         lines.append(f"the lines for statistics of micro-batches: anybatch plan --batch-norm ghost {script} ...")
+    if facts.get("refusal"):
+        lines.append(f"why it is not split: {facts['refusal']}")
     raise click.ClickException("\n".join(lines))

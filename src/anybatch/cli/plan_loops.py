@@ -18,7 +18,10 @@ from anybatch.records.plans import Plan
 from anybatch.report.frontier import micro_batches
 from anybatch.units import format_bytes
 
-_LIGHTNING = "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks"
+_LIGHTNING = (
+    "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks, or with "
+    "automatic_optimization=False call anybatch.backward(self, loss_fn, batch) in the place of manual_backward"
+)
 _ADAPTERS = {
     "transformers": "The Trainer of Transformers takes the steps; use anybatch.integrations.transformers.ExactTrainer",
     "trl": "The trainer of TRL takes the steps; put anybatch.integrations.transformers.ExactTraining before it",
@@ -120,7 +123,8 @@ class FoundStep:
         from anybatch.doctor.loopchanges import results_of, update_of
         from anybatch.doctor.loopsteps import StepUnclear, step_at
 
-        self._step = step = step_at(file, line, names, [optimizer])
+        others = [one for one in _optimizers(names) if one is not optimizer and _has_gradients(one)]
+        self._step = step = step_at(file, line, names, [optimizer, *others])
         self._update = update_of(step)
         self._trouble = self._count = ""
         metrics: dict[str, str] = {}
@@ -131,7 +135,7 @@ class FoundStep:
         for parameter in step.model.parameters():
             parameter.grad = None  # a step begins without
         clip = float(eval(self._update.clip, dict(names))) if self._update and self._update.clip else None
-        options = {"optimizer": optimizer, "clip_norm": clip, "verify": "first"}
+        options = {"optimizer": [optimizer, *others], "clip_norm": clip, "verify": "first"}
         # the step as the arguments of a ``TrainStep``
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 
@@ -157,16 +161,17 @@ class FoundStep:
         chosen = facts.get("plan", {}).get("chosen", {})
         is_split_only = not any(chosen.get(name) for name in ("recompute", "offload", "autocast"))
         is_split_only &= chosen.get("loss_chunks", 1) == 1
-        size = chosen.get("micro_batch_size", 1)
+        size = f"micro_batch_size={chosen.get('micro_batch_size', 1):g}" if not facts.get("obstacle") else ""
         saved = json.dumps(question.get("saved") or "plan.json")
-        plan = f"micro_batch_size={size:g}" if is_split_only else f"plan=anybatch.Plan.load({saved})"
+        plan = size if is_split_only else f"plan=anybatch.Plan.load({saved})"
         wish = question["memory"] if question["memory"] is not None else "free"
         changed = {"change": "", "after": ""}
         if not self._trouble:
             try:
-                more = f', batch_norm="{question["batch_norm"]}"' if question.get("batch_norm") else ""
-                more += f", count={self._count}" if self._count and not facts.get("refusal") else ""
-                edit = change_of(self._step, self._update, json.dumps(wish) + more, plan + more)
+                more = [f'batch_norm="{question["batch_norm"]}"'] if question.get("batch_norm") else []
+                more += [f"count={self._count}"] if self._count and not facts.get("refusal") else []
+                memory, plan = (", ".join(filter(None, [one, *more])) for one in (json.dumps(wish), plan))
+                edit = change_of(self._step, self._update, memory, plan)
                 diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
                 changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:
@@ -204,7 +209,7 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
 def _let_go(trace: TracebackType | None) -> None:
     """Empties the frames that have ended below the step: planning needs some of the memory that they hold."""
     frames = [frame for frame, _ in _frames(trace)]
-    with_step = next((frame for frame in reversed(frames) if _optimizers(frame)), None)
+    with_step = next((frame for frame in reversed(frames) if _optimizers(frame.f_locals)), None)
     # The traceback leaves out the doctor's frames, which hold the arguments of modules too.
     frame = frames[-1] if frames and with_step is not None else None
     while frame is not None and frame is not with_step:
@@ -264,12 +269,12 @@ def _step_of(trace: TracebackType | None) -> tuple[FoundStep | None, str]:
     for frame, line in reversed(list(_frames(trace))):
         if whose(frame.f_code.co_filename) != "user":
             continue
-        optimizers = _optimizers(frame)
+        optimizers = _optimizers(frame.f_locals)
         if not optimizers:
             why = why or "no optimizer has a name where it stopped"
             continue
         names = {**frame.f_globals, **frame.f_locals}
-        gradients = [(p, p.grad) for group in optimizers[0].param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for one in optimizers for group in one.param_groups for p in group["params"]]
         try:
             return FoundStep(names, frame.f_code.co_filename, line, optimizers[0]), ""
         except AnyBatchError as refusal:
@@ -280,14 +285,17 @@ def _step_of(trace: TracebackType | None) -> tuple[FoundStep | None, str]:
     return None, why
 
 
-def _optimizers(frame: Any) -> list[Any]:
+def _optimizers(names: Mapping[str, Any]) -> list[Any]:
     import torch
 
     from anybatch.doctor.crashing.live import attributes
 
-    names = frame.f_locals
     held = [*names.values(), *(one for _, one in attributes(names.get("self")))]
-    return [one for one in held if isinstance(one, torch.optim.Optimizer)]
+    return list({id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}.values())
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[Any, int]]:

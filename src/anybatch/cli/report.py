@@ -22,16 +22,19 @@ from anybatch.records.runs import Run, load_run
 def report_command(record: Path, other: Path | None, **reporting: Any) -> None:
     """Diagnoses a RECORD that anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) wrote.
 
-    With a second record, OTHER, -o writes a page that shows both runs on the same axes.
+    With a second record, OTHER, and -o FILE, which it needs, a page shows both runs on the same axes.
 
     Nothing is run, and torch is not needed. The rules are those of this version, which may find more than the version
     that recorded the run.
     """
     ignored = any(reporting[name] for name in ("json_path", "formats", "quiet", "baseline"))
-    if other is not None and (reporting["output"] is None or ignored):
+    if other is not None and reporting["output"] is None:
         raise click.UsageError(
-            "two records are shown side by side on a page; add -o FILE, and leave --json, --format, --quiet and "
-            "--baseline out"
+            f"two records are compared on a page, which needs a name: anybatch report {record} {other} -o both.html"
+        )
+    if other is not None and ignored:
+        raise click.UsageError(
+            "two records are compared on a page only; leave --json, --format, --quiet and --baseline out"
         )
     wanted = Wanted(Path(), **reporting)
     with _readable(record) as run:

@@ -84,10 +84,12 @@ def _asked(
     if "found" in plan.facts:  # of a plain loop: it runs with its lines changed
         at, _, line = plan.facts["found"].rpartition(":")
         if not plan.facts["after"]:
-            why = plan.facts["trouble"] or "its update is not a plain one"
+            why = plan.facts["trouble"] or (
+                "its update stays the loop's own, since it is not one zero_grad, backward and step of one optimizer "
+                "in a loop, with at most clipping between"
+            )
             raise NoAnswer(
-                f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
-                "says, and tune it again"
+                f"{at}:{line} can't be measured: {why}. Call an anybatch.TrainStep in its place, and tune it again"
             )
         question["sources"] = {at: plan.facts["after"]}
     tuned = run_until_first_call(target, timeout, question)
@@ -116,6 +118,12 @@ def _bar(times: float, mark: str) -> str:
 
 def _rates(tuned: BatchAdvice, terminal: Terminal) -> None:
     """What the range test found."""
+    if not tuned.rated:
+        terminal.words(
+            f"No learning rate was tried: no step runs once the script has ended, after {tuned.steps} steps here; give "
+            "a smaller --steps."
+        )
+        return
     falls = {factor: fall for factor, fall in tuned.rated if fall is not None and fall > 0}
     if not falls:
         terminal.words("No learning rate lowered the loss within a few updates from here.")

@@ -38,12 +38,15 @@ def watch_command(record: Path, once: bool) -> None:
 
     Twice a second, until the run ends, it shows the loss, learning rate, gradient norm, update-to-weight ratio, memory,
     and findings. It only reads the file: run it anywhere, end it by Ctrl-C, start it again. If the record does not
-    exist yet, it waits.
+    exist yet, it waits; with --once that is an error, with exit code 2.
     """
     console = Console(highlight=False)
     frames = Frames(record, bars=_ASCII if console.options.ascii_only else _BARS)
     if once:
-        console.print(frames.next())
+        frame = frames.next()
+        if not frames.was_there:
+            raise click.UsageError(f"{record} is not there; anybatch doctor --record {record} train.py writes it")
+        console.print(frame)
         return
     with Live(frames.next(), console=console, refresh_per_second=4, transient=False) as live:
         while not frames.has_ended:
@@ -63,6 +66,11 @@ class Frames:
         self._found: list[Text] = []
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
         self._speed: tuple[float, int, float] = (time.monotonic(), 0, 0.0)
+
+    @property
+    def was_there(self) -> bool:
+        """Whether there was a record."""
+        return bool(self._tails)
 
     @property
     def has_ended(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.doctor.crashing.usercode import SCOPES, called
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
+from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, rows_of, stored, value_of
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
@@ -115,7 +115,8 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
     text = step.loss_text(function, rows)
     if update is None:
         scaler = f", scaler={step.scaler}" if step.scaler else ""
-        call = f"anybatch.backward({step.model_text}, {function}, {step.batch_text}, {plan}{scaler})"
+        size = f", {plan}" if plan else ""
+        call = f"anybatch.backward({step.model_text}, {function}, {step.batch_text}{size}{scaler})"
     else:
         options = [f"memory={memory}"] + ([f"clip_norm={update.clip}"] if update.clip else [])
         options += [f"scaler={step.scaler}"] if step.scaler else []
@@ -171,8 +172,26 @@ def _outside(step: LoopStep) -> set[str]:
     inner = step.loops[0] if step.loops else scope
     skipped = {id(one) for one in (*step.forward, step.back)}
     elsewhere = [one for one in _statements(scope, skipped) if inner not in (one, *step.source.ancestors(one))]
-    near = list(_statements(inner, skipped))
-    return stored(step.forward) & (read(_shallow(near)) | (read(_shallow(elsewhere)) - stored(_shallow(elsewhere))))
+    near = inputs_of(_from_here(step, inner))
+    return stored(step.forward) & (near | (read(_shallow(elsewhere)) - stored(_shallow(elsewhere))))
+
+
+def _from_here(step: LoopStep, inner: ast.AST) -> list[ast.AST]:
+    """What runs after the forward in a loop, in this order, up to the next forward."""
+    first = min((one.lineno for one in step.forward), default=step.back.lineno)
+    behind, ahead, here = list[ast.AST](), list[ast.stmt](), step.back
+    while True:
+        block = [one for one in step.source.block(here) if one not in step.forward]
+        behind += block[block.index(here) + 1 :]
+        ahead = [*block[: block.index(here)], *ahead]
+        outer = next(one for one in step.source.ancestors(here) if isinstance(one, ast.stmt | ast.Module))
+        if outer is inner or not isinstance(outer, ast.stmt):
+            break
+        behind += [one for one in _statements(outer, {id(one) for one in (*block, *step.forward)}) if one is not here]
+        here = outer
+    behind += [inner.test] if isinstance(inner, ast.While) else []
+    between = [one for one in ahead if one.lineno > first]  # such as what is moved behind the step
+    return [*between, *behind, *(one for one in ahead if one not in between)]
 
 
 def _statements(outer: ast.AST, skipped: set[int]) -> Iterator[ast.stmt]:

@@ -2,9 +2,11 @@
 
 import ast
 import builtins
+import copy
+import itertools
 import linecache
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from anybatch.doctor.fixes.source import UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 from anybatch.records.means import Mean
 
+_DRAWS = frozenset({"randint", "randperm", "choice", "choices", "sample", "permutation", "integers", "multinomial"})
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
 _HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.optim.Optimizer, types.ModuleType)
@@ -37,7 +40,8 @@ class LoopStep:
     names: Mapping[str, Any]  # what the loop's names were at the backward
     forward: list[ast.stmt] = field(default_factory=list)  # the statements that make the loss of the batch
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)  # what is trained, by what the loop calls it
-    batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name
+    batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name in the loss function
+    taken_out: dict[str, str] = field(default_factory=dict)  # of these, how the loop calls x[i : i + 64], by that name
 
     @property
     def loops(self) -> Sequence[ast.stmt]:
@@ -65,7 +69,8 @@ class LoopStep:
     @property
     def batch_text(self) -> str:
         """The code for ``logical_batch``."""
-        return next(iter(self.batch)) if len(self.batch) == 1 else f"({', '.join(self.batch)})"
+        texts = [self.taken_out.get(name, name) for name in self.batch]
+        return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
 
     def where(self, node: ast.AST) -> str:
         """The file and line of a node."""
@@ -87,10 +92,12 @@ class LoopStep:
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
         taken = inputs_of([*self.forward, self.loss])
-        samples = self.batch_text if len(self.batch) == 1 else "batch" if "batch" not in taken else "samples"
+        together = "batch" if "batch" not in taken | self.batch.keys() else "samples"
+        samples = next(iter(self.batch)) if len(self.batch) == 1 else together
         lines = [f"def {name}({parameter}, {samples}):"]
         lines += [f"    {', '.join(self.batch)} = {samples}"] if len(self.batch) > 1 else []
-        shorter = {only: parameter} if only != parameter and parameter not in taken else {}
+        shorter = {text: name for name, text in self.taken_out.items()}
+        shorter |= {only: parameter} if only != parameter and parameter not in taken else {}
         for statement in self.forward:
             lines += [f"    {line}" if line else "" for line in self._text(statement, shorter).split("\n")]
         beside = ", ".join(f'"{key}": {text}' for key, text in (metrics or {}).items())
@@ -98,12 +105,11 @@ class LoopStep:
         return "\n".join(lines)
 
     def _text(self, node: ast.stmt | ast.expr, shorter: Mapping[str, str]) -> str:
-        """The user's text of a node without its indentation, with the model under the name of the parameter."""
+        """The user's text of a node without its indentation, with the names of the parameters."""
         if any("\n" in self.source.of(one) for one in ast.walk(node) if isinstance(one, ast.Constant | ast.JoinedStr)):
             raise StepUnclear(f"{self.where(node)} holds a string of several lines; give it a name before the loop")
         data, begin = self.source.of(node).encode(), self.source.start(node)
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and self.source.of(one) in shorter]
-        for one in sorted(found, key=self.source.start, reverse=True):
+        for one in sorted(_named_so(self.source, node, shorter), key=self.source.start, reverse=True):
             new = shorter[self.source.of(one)].encode()
             data = data[: self.source.start(one) - begin] + new + data[self.source.end(one) - begin :]
         indent = " " * node.col_offset
@@ -322,12 +328,13 @@ def _find_batch(step: LoopStep) -> None:
     inside = stored([loops[0]]) if loops else stored([scope])
     if not loops and isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         inside |= {one.arg for one in nodes_in(scope.args, ast.arg)}
-    inputs = [name for name in sorted(inputs_of([*step.forward, step.loss])) if not hasattr(builtins, name)]
-    given = {name: step.names[name] for name in inputs if name in step.names}
-    data = {name: value for name, value in given.items() if _is_data(value) and not _has_modules(value)}
-    step.batch = {name: value for name, value in data.items() if name in inside}
-    _refuse_slices(step, data.keys() - inside, inside)
+    given = _given(step, step.names)
+    step.batch = {name: value for name, value in given.items() if name in inside and _holds_samples(value)}
+    if parts := _taken_out(step, inside):
+        given, inside = _given(step, {**step.names, **parts}), inside | parts.keys()
+        step.batch = {name: value for name, value in given.items() if name in inside and _holds_samples(value)}
     if not step.batch:  # one batch, again and again
+        data = {name: value for name, value in given.items() if _holds_samples(value)}
         longest = max((rows_of(value) for value in data.values()), default=0)
         step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
     rows = max(map(rows_of, step.batch.values()), default=0)
@@ -348,16 +355,100 @@ def _find_batch(step: LoopStep) -> None:
         )
 
 
-def _refuse_slices(step: LoopStep, whole: Set[str], inside: Set[str]) -> None:
-    """Refuses a forward that takes its batch out of all samples itself, as it would of each micro-batch again."""
-    parts = list(nodes_in((*step.forward, step.loss), ast.Subscript))
-    for node in sorted(parts, key=step.source.start):
-        is_slice = any(isinstance(one, ast.Slice) for one in ast.walk(node.slice))
-        if _root(node) in whole and read([node.slice]) & inside and (is_slice or not step.batch):
+def _given(step: LoopStep, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names that the forward reads; what it takes out of all samples has the name for it."""
+    new = {text: name for name, text in step.taken_out.items()}
+    nodes = [_Renamed(step.source, new).visit(copy.deepcopy(one)) for one in (*step.forward, step.loss)]
+    return {name: names[name] for name in sorted(inputs_of(nodes)) if name in names and not hasattr(builtins, name)}
+
+
+class _Renamed(ast.NodeTransformer):
+    """Puts names in the place of expressions with certain texts."""
+
+    def __init__(self, source: UserSource, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        name = self._names.get(self._source.of(node))
+        return self.generic_visit(node) if name is None else ast.Name(name, ast.Load())
+
+
+def _named_so(source: UserSource, node: ast.AST, texts: Container[str]) -> Iterator[ast.expr]:
+    """The outermost expressions in a node that have one of the texts."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and source.of(node) in texts:
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _named_so(source, child, texts)
+
+
+def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:
+    """What a forward takes out of all samples itself, as it would out of each micro-batch again, by a name for it."""
+    nodes, values = [*step.forward, step.loss], dict[str, Any]()
+    parts = list(_parts(step, nodes, inside))
+    found = {step.source.of(one): eval(f"({step.source.of(one)})", dict(step.names)) for one in parts}
+    rows = max(map(_size, step.batch.values() or found.values()), default=0)
+    for node in parts:
+        text = step.source.of(node)
+        if read([node.slice]) & _changed_before(step) or not (step.batch or _size(found[text])):
             raise StepUnclear(
-                f"{step.where(node)} takes the batch out of {_root(node)!r} within the forward; give it a name before, "
-                f"as in: xs = {step.source.of(node)}"
+                f"{step.where(node)} takes the batch out of {step.source.of(node.value)!r} within the forward; give it "
+                f"a name before, as in: xs = {text}"
             )
+        if _size(found[text]) == rows:  # else such as a table of positions
+            values[text] = found[text]
+    new = _Renamed(step.source, dict.fromkeys(values, ""))
+    used = set(step.modules) | {name for node in nodes for name in names_in(new.visit(copy.deepcopy(node)))}
+    for text in values:
+        first = text.partition("[")[0].rpartition(".")[2]
+        numbered = (f"{first}_{i}" for i in itertools.count(2))
+        name = next(one for one in itertools.chain([first], numbered) if one not in used)
+        step.taken_out[name] = text
+        used.add(name)
+    return {name: values[text] for name, text in step.taken_out.items()}
+
+
+def _parts(step: LoopStep, nodes: Iterable[ast.AST], inside: Set[str]) -> Iterator[ast.Subscript]:
+    for node in nodes:
+        if isinstance(node, ast.Subscript) and _takes_samples(step, node, inside):
+            yield node
+        else:
+            yield from _parts(step, ast.iter_child_nodes(node), inside)
+
+
+def _size(value: Any) -> int:
+    """How many samples a value may hold: the rows of its longest tensor, or its items."""
+    return rows_of(value) or (len(value) if isinstance(value, Sized) and not hasattr(value, "dim") else 0)
+
+
+def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> bool:
+    """Whether an index takes other rows in each iteration out of something that stays."""
+    parts = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
+    root, own = _root(node), stored(step.forward)
+    if (
+        not isinstance(node.ctx, ast.Load)
+        or root in (inside - {"self"}) | own
+        or not all(isinstance(one, parts) for one in ast.walk(node.value))
+    ):
+        return False
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    draws = any(called(one) in _DRAWS for one in nodes_in([first], ast.Call))
+    indices = read([first]) & inside
+    if root not in step.names or not (draws or indices) or indices & (step.batch.keys() | own):
+        return False
+    whole = eval(f"({step.source.of(node.value)})", dict(step.names))
+    return _holds_samples(whole) or (isinstance(whole, list | tuple) and isinstance(first, ast.Slice))
+
+
+def _changed_before(step: LoopStep) -> set[str]:
+    """Names that statements between the forward and the backward change."""
+    block = step.source.block(step.back)
+    first = block.index(step.forward[0]) if step.forward and step.forward[0] in block else block.index(step.back)
+    return stored(one for one in block[first : block.index(step.back)] if one not in step.forward)
+
+
+def _holds_samples(value: Any) -> bool:
+    return _is_data(value) and not _has_modules(value)
 
 
 def _is_data(value: Any) -> bool:

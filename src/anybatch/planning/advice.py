@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from anybatch.batch.counting import count_samples
 from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.loss.pieces import InPieces
+from anybatch.loss.sequence import OverTime
 from anybatch.planning.curve import Peak
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.records.plans import ModuleShare, PlanRow
@@ -22,7 +26,7 @@ from anybatch.update.refusals import named
 logger = logging.getLogger(__name__)
 
 _COUNT = "the count= of the whole batch"
-_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help"
+_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help, and were not tried"
 _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader,"
 
 
@@ -103,11 +107,11 @@ def does_not_fit(
     )  # fmt: skip
 
 
-def stopped(reached: int, enough: int | None, room: Room, why_whole: str = "") -> DoesNotFit:
+def stopped(reached: int, enough: int | None, room: Room, remedies: Callable[[int], str], hint: str = "") -> DoesNotFit:
     """The error where not even the smallest configuration runs for real.
 
     Its run had reached so many bytes when it was stopped; ``enough`` is the budget that it needs, ``None`` where that
-    is not known.
+    is not known. ``remedies`` is given the one or the other.
     """
     needed = enough or room.needed(reached)
     known = "" if enough else (
@@ -116,7 +120,7 @@ def stopped(reached: int, enough: int | None, room: Room, why_whole: str = "") -
     return room.refusal(
         f": the step can't be traced without running it, and the smallest micro-batch, with all that may be "
         f"recomputed, was stopped where it would have gone over that. It needs {format_bytes(needed)}{known}. "
-        f"{why_whole}{' ' if why_whole else ''}{_SMALLER}",
+        f"{hint}{' ' if hint else ''}{remedies(needed)}",
         needed,
     )
 
@@ -161,7 +165,8 @@ def what_helps(
     if fits:
         return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}"])
     also = f"; of what was planned, these need less: {'; '.join(helps)}" if helps else ""
-    return " ".join([*reasons, f"Smaller samples or a smaller model are needed{also}"])
+    smaller = _SMALLER if subject.is_recurrent or least is None else "Smaller samples or a smaller model are needed"
+    return " ".join([*reasons, f"{smaller}{also}"])
 
 
 def why_whole(subject: Subject) -> str:
@@ -186,6 +191,10 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
+    if subject.is_recurrent:
+        if (in_chunks := _over_time(subject)) is not None:
+            yield _Remedy("anybatch.OverTime(chunk_loss, state)", other(loss_fn=in_chunks))
+        return  # steps with the others would be run for real as they are
     if subject.batch_norm == "refuse" and not subject.splits and not subject.is_coupled:
         for policy in ("ghost", "frozen"):
             yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
@@ -210,6 +219,27 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
             other(),
             lambda name=name: _frozen(subject.model, name),  # type: ignore[misc]
         )
+
+
+def _over_time(subject: Subject) -> OverTime | None:
+    """A loss that holds what the same one holds in chunks of time steps; its states pass by, unused."""
+    layers = [one for one in subject.modules if isinstance(one, torch.nn.RNNBase)]
+    if isinstance(subject.loss_fn, InPieces) or not all(one.batch_first and not one.bidirectional for one in layers):
+        return None
+    loss_fn, device = subject.loss_fn, subject.settings.device
+
+    def chunk_loss(model: Any, chunk: Any, state: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        found = loss_fn(model, chunk)
+        return found[0] if isinstance(found, tuple) else found, [one + 0 for one in state]
+
+    def state(model: Any, batch: Any) -> list[torch.Tensor]:
+        rows = count_samples(batch)
+        return [
+            torch.zeros(one.num_layers, rows, one.hidden_size, device=device)
+            for one in layers for _ in range(2 if isinstance(one, torch.nn.LSTM) else 1)
+        ]  # fmt: skip
+
+    return OverTime(chunk_loss, state)
 
 
 def _holds_nothing(optimizer: torch.optim.Optimizer) -> bool:

@@ -97,15 +97,19 @@ def plan(
         >>> found.micro_batch_size < 1024, found.peak_bytes <= 2**20, found.confidence
         (True, True, 'predicted')
     """
-    refuse_parts(model, "plan")
     check_allowed(allow)
     subject, target = subject_of(
         batch, device, model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout,
         collate=collate, cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate,
         optimizer=optimizer, clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
-    reducer = subject.settings.reducer = reducer_for(model, None, subject.settings.device)
-    refuse_joined(loss_fn, reducer)
+    return plan_of(subject, target, memory, allow)
+
+
+def plan_of(subject: Subject, target: Target, memory: Any, allow: Sequence[str] = OPTIMIZATIONS) -> Plan:
+    """The plan of a subject; see ``plan``."""
+    reducer = subject.settings.reducer = reducer_for(subject.model, None, subject.settings.device)
+    refuse_joined(subject.loss_fn, reducer)
     budget = budget_for(memory, subject, target)
     with unobserved(), without_user_modes(), reducer.apart(subject.roots):  # each process plans for itself
         return Planner(subject, target, allow=allow).plan(budget)
@@ -113,6 +117,7 @@ def plan(
 
 def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> tuple[Subject, Target]:
     """The subject of a plan and its target device."""
+    refuse_parts(given["model"], "plan")
     options = Options(**given)
     target = target_of(device, device_of(options.model))
     splittable, place = options.splittable(batch, is_planned=True), {"device_type": target.device_type}

@@ -10,7 +10,7 @@ from anybatch.errors import AnyBatchError, DoesNotFit, LossError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.checkpointing import NotRecomputable
-from anybatch.planning.advice import Room, binding_of, does_not_fit, stopped, what_helps, why_whole
+from anybatch.planning.advice import Room, binding_of, does_not_fit, stopped, what_helps
 from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
@@ -140,7 +140,7 @@ class Planner:
 
     def least_budget(self, budget: int) -> int:
         """The smallest budget that a plan can be made for."""
-        self._budget = budget
+        self._budget, self._may_try = budget, False
 
         def found() -> int:
             self._begin(self._bases()[-1])
@@ -159,7 +159,7 @@ class Planner:
                 return until_stable(lambda: profiles.known, self._search.forget, search)
             except NothingRuns as error:
                 needed = profiles.needed_by(error.needed)
-            raise stopped(needed, self._least_for_real(), self._room, why_whole(self.subject))
+            raise stopped(needed, self._least_for_real(), self._room, self._remedies)
 
     @property
     def _room(self) -> Room:
@@ -261,21 +261,23 @@ class Planner:
     def _does_not_fit(self, row: PlanRow, peak: Peak) -> Exception:
         room, hint = self._room, self._search.hint(row, peak)
         if not peak.by_category:  # it was run and stopped, so nobody knows what it would take in the end
-            return stopped(row.peak_bytes, None, room, f"{why_whole(self.subject)}{hint}".strip())
+            return stopped(row.peak_bytes, None, room, self._remedies, hint.strip())
         needed = room.needed(row.needed_bytes)
         return does_not_fit(
             row, peak, room, needed, self._search.shares(row),
-            lambda holders: f"{hint} {self._remedies(holders, needed, room.budget + room.beside, peak)}",
+            lambda holders: f"{hint} {self._remedies(needed, holders, peak.by_category.get(ACTIVATIONS, 0))}",
         )  # fmt: skip
 
-    def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int, peak: Peak) -> str:
+    def _remedies(self, needed: int, holders: Sequence[ModuleShare] = (), activations: int = 0) -> str:
+        budget = self._room.budget + self._room.beside
+
         def least(subject: Subject) -> int:
             same = subject.optimizers is not self.subject.optimizers  # nothing else differs then
             planner = type(self)(subject, self.target, allow=self._allow, like=self if same else None)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
-        may_try = self._may_try and self._search.profiles.is_fake  # else steps would run for real
-        activations = peak.by_category.get(ACTIVATIONS, 0)
+        # Else steps would run for real, which in chunks of time are short.
+        may_try = self._may_try and (self._search.profiles.is_fake or self.subject.is_recurrent)
         return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
     def _plan(self, ranked: list[Finalist]) -> Plan:

@@ -275,10 +275,9 @@ def _details(timeline: Timeline, place: int) -> list[str]:
 def summary_of(plan: Plan) -> str:
     """One sentence without its full stop: the batch, the budget and the configuration."""
     optimizations = f", {plan.chosen.optimizations}" if plan.chosen.optimizations else ""
-    return (
-        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {micro_batches(plan.chosen)}"
-        f"{optimizations}"
-    )
+    samples = "1 sample" if plan.samples == 1 else f"{plan.samples} samples"
+    room = f"{format_bytes(plan.budget)} on {plan.device}"
+    return f"{samples} within {room}: {micro_batches(plan.chosen)}{optimizations}"
 
 
 def micro_batches(row: PlanRow) -> str:

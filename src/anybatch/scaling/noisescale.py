@@ -35,6 +35,11 @@ _WHOLE = (
     "memory=, such as half of the batch; or windows() of several batches"
 )
 
+_STAYS_WHOLE = (
+    "it shows between micro-batches, and these batches run whole, since they have one sample, can't be cut, or would "
+    "give another gradient in halves; anybatch check says why"
+)
+
 
 class Measurable(Protocol):
     """A step whose gradients can be measured, such as ``TrainStep``."""
@@ -189,7 +194,7 @@ class NoiseScale:
             self._step.split_next(math.ceil(outcome.parts[0].cost / 2))  # type: ignore[union-attr]
         elif self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
             self._was_warned = True
-            warn(f"NoiseScale measured nothing so far: {_WHOLE}")
+            warn(f"NoiseScale measured nothing so far: {_STAYS_WHOLE if self._halves else _WHOLE}")
 
     def _may_split(self, whole: Part) -> bool:
         """Whether a batch can be run as two halves without another result, as far as that is known."""
@@ -267,7 +272,8 @@ class NoiseScale:
         """One sentence on the usual batch size, the median of the last ones measured."""
         value = self.value
         if value is None:
-            return f"no noise scale yet: {_WHOLE if self._whole else 'no logical batch was measured'}"
+            whole = _STAYS_WHOLE if self._halves else _WHOLE
+            return f"no noise scale yet: {whole if self._whole else 'no logical batch was measured'}"
         usual = sorted(self._batches)[(len(self._batches) - 1) // 2] if self._batches else _Batch(1.0, 2, "samples")
         return _advice(value, self.interval, usual)
 

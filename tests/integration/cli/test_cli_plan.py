@@ -15,6 +15,7 @@ from rich.console import Console
 
 import forked_python
 from anybatch.cli.main import main
+from anybatch.cli.plan import _use_of
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.script import Ending
 from anybatch.records.plans import ModuleShare, Plan
@@ -382,17 +383,49 @@ for x in torch.randn(3, 512, 16):
     loss.backward()
     optimizer.step()
 """
+DEEP = """
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+blocks = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32)) for _ in range(12)]
+model = torch.nn.Sequential(*blocks)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.randn(3, 256, 32):
+    loss = F.cross_entropy(F.normalize(model(x), dim=1) @ F.normalize(x, dim=1).T, torch.arange(len(x)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 SPLITS = CONTRASTIVE.replace(
     "F.cross_entropy(one @ other.T, torch.arange(len(x)))", "(1 - (one * other).sum(1)).mean()"
 )
 
 
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
-def test_a_plan_that_its_step_would_refuse_ends_with_1_and_says_why(folder: Path, form: list[str]) -> None:
+def test_what_its_step_would_not_split_is_planned_whole_and_says_why(folder: Path, form: list[str]) -> None:
+    (folder / "loop.py").write_text(DEEP, encoding="utf-8")
+    done = run("loop.py", "--memory", "1300KiB", "--patch", "change.diff", *form)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = " ".join((done.stderr if form else done.stdout).split())
+    assert "1 micro-batch of 256" in told
+    assert "This is a plan of the whole batch" in told
+    assert told.count("in micro-batches the gradient of Sequential") == 1
+    assert "anybatch.Coupled" in told
+    assert "Configurations" not in told
+    subprocess.run(["patch", "-p1", "-i", "change.diff"], check=True, capture_output=True)
+    again = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "the batch runs whole, which the budget allows" in again.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json", "-"]])
+def test_what_its_step_would_not_split_and_is_too_large_whole_ends_with_1(folder: Path, form: list[str]) -> None:
     (folder / "loop.py").write_text(CONTRASTIVE, encoding="utf-8")
     done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the step can't be split as planned: in micro-batches the gradient" in done.stderr
+    assert "since its loss does not add up over samples" in " ".join(done.stderr.split())
+    assert "why it is not split: in micro-batches the gradient" in done.stderr
     assert "anybatch.Coupled" in done.stderr
     assert "import anybatch" not in done.stdout + done.stderr
     assert not Path("change.diff").exists()
@@ -400,6 +433,28 @@ def test_a_plan_that_its_step_would_refuse_ends_with_1_and_says_why(folder: Path
     done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "import anybatch" in Path("change.diff").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("library", "memory", "plans_itself", "said"),
+    [("transformers", "1MiB", False, 'ExactTrainer(..., memory="1MiB")'),
+     ("lightning", 0.5, True, "ExactGradient(..., memory=0.5)"),
+     ("transformers", None, True, "run the script: its ExactTrainer makes the plan"),
+     ("", "1MiB", False, 'anybatch.TrainStep(..., memory="1MiB")')],
+)  # fmt: skip
+def test_a_step_of_a_library_is_told_what_takes_the_budget(
+    library: str, memory: Any, plans_itself: bool, said: str
+) -> None:
+    facts = {"updates": True, "plans_itself": plans_itself, "library": library}
+    assert _use_of(PLAN, memory, None, "plan.json" if library and memory else None, facts) == said
+
+
+def test_one_byte_is_one_byte() -> None:
+    done = run("train.py", "--memory", "1", "--", "plan")
+    assert (done.returncode, "which is 1 byte; expected a unit, such as 1GiB" in " ".join(done.stderr.split())) == (
+        2,
+        True,
+    )
 
 
 TOKENS = """

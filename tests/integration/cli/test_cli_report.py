@@ -84,10 +84,11 @@ REFUSED = {
     **{
         f"two records with {words[0]}": (
             ["report", "run.jsonl", "run.jsonl", "-o", "both.html", *words],
-            "add -o FILE, and leave --json, --format, --quiet and --baseline out",
+            "compared on a page only; leave --json, --format, --quiet and --baseline out",
         )
         for words in (["--json", "x"], ["--format", "line"], ["--quiet"], ["--baseline", "known.json"])
     },
+    "two records": (["report", "run.jsonl", "run.jsonl"], "anybatch report run.jsonl run.jsonl -o both.html"),
     "no page": (["report", "run.jsonl", "-o", "other.txt"], "other.txt exists and is not a page that anybatch wrote"),
 }
 

@@ -94,7 +94,27 @@ def test_what_is_not_there_is_said_with_2() -> None:
     assert "without having called" in done.stderr
     done, _ = tuned(LOOP.replace("    optimizer.step()", "    model.weight.grad.mul_(1)\n    optimizer.step()"))
     assert done.returncode == 2
-    assert "Change the loop to anybatch.TrainStep" in " ".join(done.stderr.split())
+    assert "update stays the loop's own" in " ".join(done.stderr.split())
+    assert "Call an anybatch.TrainStep in its place" in " ".join(done.stderr.split())
+
+
+def test_a_step_that_does_not_run_after_the_end_of_the_script_is_measured_without_rates() -> None:
+    text = STEP.replace("randn(40", "randn(10").replace("    x, y = batch\n", """    if over:
+        raise RuntimeError("can't schedule new futures after interpreter shutdown")
+    x, y = batch
+""").replace("def loss_fn", "over = []\ndef loss_fn") + "over.append(1)\n"  # fmt: skip
+    done, facts = tuned(text)
+    assert done.returncode == 0, done.stderr
+    assert (facts["steps"], facts["rated"]) == (10, [])
+    assert "No learning rate was tried" in done.stdout
+
+
+def test_batches_that_stay_whole_are_not_told_to_be_halved() -> None:
+    text = STEP.replace("torch.nn.Linear(8, 1)", "torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))")
+    done, facts = tuned(text)
+    assert done.returncode == 0, done.stderr
+    assert "these batches run whole, since they have one sample, can't be cut, or" in facts["advice"]
+    assert "halves=True" not in done.stdout + done.stderr
 
 
 def test_a_script_that_takes_its_update_itself_is_not_run_to_its_end() -> None:

@@ -106,7 +106,8 @@ def test_it_is_seen_in_tmux(tmp_path: Path, running: "subprocess.Popen[bytes]") 
 def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path, runner = Path("run.jsonl"), CliRunner()
-    assert "is not there yet" in runner.invoke(main, ["watch", "--once", str(path)]).output
+    result = runner.invoke(main, ["watch", "--once", str(path)])
+    assert (result.exit_code, "run.jsonl is not there; anybatch doctor --record" in result.output) == (2, True)
     for rank, steps in ((0, 3), (1, 2)):
         lines = ['{"kind":"started","script":"train.py","arguments":["--lr","1"]}', '{"kind":"optimizer","at":1}']
         lines += [f'{{"kind":"stepped","optimizer":0,"number":{n},"lrs":[0.5],"at":{n + 2},"step":{n + 1}}}'

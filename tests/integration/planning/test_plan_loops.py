@@ -14,35 +14,14 @@ import torch
 import anybatch
 import forked_python
 from anybatch import interception
-from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.plan_loops import FoundStep
 from anybatch.doctor.loopsteps import StepUnclear, inputs_of, step_at
 from anybatch.planning.entrance import plan
+from plan_loop_scripts import HEAD, Stop, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
 
 # All numbers are small whole ones or halves of halves, in float64: sums are exact in any order, so that in the first
 # update a batch in parts has bitwise the gradient of the whole one.
-HEAD = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
-
-def whole(module):
-    with torch.no_grad():
-        for one in module.parameters():
-            one.copy_(torch.randint(-2, 3, one.shape))
-    return module.double()
-
-
-model = whole(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)))
-optimizer = torch.optim.SGD(model.parameters(), lr=2**-12)
-inputs = torch.randint(-2, 3, (256, 8)).double()
-targets = torch.randint(-2, 3, (256, 4)).double()
-loader = [(inputs, targets)]
-seen = []
-"""
-
 PLAIN = """
 for epoch in range(1):
     for x, y in loader:
@@ -257,40 +236,6 @@ for fold in range(1):
 }
 
 
-class Stop(BaseException):
-    """Ends a script at its first step, as the child process of the command line does."""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back as it is at the end
-    for name in ("anybatch.step", "anybatch.backpropagation"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
-
-
-def found(text: str) -> FoundStep:
-    """What is found in a script, which ends there."""
-    Path("train.py").write_text(HEAD + text, encoding="utf-8")
-    given: list[Any] = []
-    original = torch.Tensor.backward
-
-    def stop(*seen: Any) -> None:
-        given.extend(seen)
-        raise Stop
-
-    watch = LoopWatch(stop, pytest.fail)
-    watch.attach()
-    try:
-        with pytest.raises(Stop):
-            runpy.run_path("train.py", run_name="__main__")
-    finally:
-        watch.detach()
-        torch.Tensor.backward = original  # type: ignore[method-assign]
-    return FoundStep(*given)
-
-
 def changed(step: FoundStep, size: int = 32) -> str:
     """The script with the change, applied by patch itself, which it asks for micro-batches in place of a budget."""
     facts = {"plan": {"chosen": {"micro_batch_size": size}}}
@@ -425,42 +370,6 @@ for x, y in loader:
 """
     with pytest.raises(StepUnclear, match=r"gives 'state' another value.*OverTime"):
         found(text)
-
-
-SLICED = """
-for i in range(0, len(inputs), 100):
-    optimizer.zero_grad()
-    {}
-    {}.backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "loss", "named"),
-    [
-        ("pass", "(model(inputs[i : i + 100]) - targets[i : i + 100]).square().mean()", r"xs = inputs\[i : i \+ 100\]"),
-        ("out = model(inputs[i : i + 100])", "(out - targets[i : i + 100]).square().mean()", "inputs"),
-        ("x = inputs[i : i + 100]", "(model(x) - targets[i : i + 100]).square().mean()", "targets"),
-        ("pass", "(model(inputs[[i]]) - targets[[i]]).square().mean()", "inputs"),
-    ],
-)
-def test_a_batch_that_the_forward_takes_out_of_all_samples_is_to_have_a_name(
-    before: str, loss: str, named: str
-) -> None:
-    with pytest.raises(StepUnclear, match=f"takes the batch out of .*{named}"):
-        found(SLICED.format(before, loss))
-
-
-@pytest.mark.parametrize(
-    ("before", "loss", "batch"),
-    [
-        ("x, y = inputs[i : i + 100], targets[i : i + 100]", "(model(x) - y).square().mean()", ["x", "y"]),
-        ("rows = torch.arange(i, i + 100) % 256", "(model(inputs[rows]) - targets[rows]).square().mean()", ["rows"]),
-    ],
-)
-def test_a_batch_that_has_a_name_is_found_though_the_loop_counts(before: str, loss: str, batch: list[str]) -> None:
-    assert list(found(SLICED.format(before, loss))._step.batch) == batch
 
 
 def test_any_line_of_the_loop_leads_to_its_step_as_that_of_a_crash_does() -> None:

@@ -119,3 +119,41 @@ def test_a_single_sample_is_named() -> None:
     batch = {"x": torch.randn(1, 32), "y": torch.randint(16, (1,))}
     with pytest.raises(anybatch.DoesNotFit, match="one sample, which is not split"):
         anybatch.plan(model, loss_fn, batch, torch.optim.SGD(model.parameters(), lr=0.1), memory="1KiB")
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.rnn(x)[0])
+        return found
+
+
+def test_chunks_of_time_are_named_where_they_make_a_recurrent_net_fit() -> None:
+    batch = {"x": torch.randn(4, 1024, 8), "y": torch.randint(8, (4, 1024))}
+
+    def tagging(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    def chunk_loss(model: Any, chunk: Any, state: Any) -> tuple[Tensor, Tensor]:
+        output, state = model.rnn(chunk["x"], state)
+        return F.cross_entropy(model.head(output).flatten(0, 1), chunk["y"].flatten()), state
+
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(anybatch.DoesNotFit) as error:
+        anybatch.plan(model, tagging, batch, optimizer, memory="600KiB")
+    found = re.search(r"and fit: anybatch\.OverTime\(chunk_loss, state\) needs ([\d.]+ \w+)$", str(error.value))
+    assert found, error.value
+    assert parse_bytes(found[1].replace(" ", "")) < parse_bytes("600KiB")
+    over_time = anybatch.OverTime(chunk_loss, lambda model, batch: torch.zeros(1, len(batch["x"]), 32))
+    step = anybatch.TrainStep(model, over_time, optimizer, memory="600KiB")
+    for _ in range(3):
+        taken = anybatch.measure(functools.partial(step, batch), model=model, optimizer=optimizer, batch=batch)
+        assert taken.peak_bytes <= parse_bytes("600KiB")
+    model.rnn = nn.GRU(8, 16, batch_first=True, bidirectional=True)  # which goes through no chunks
+    with pytest.raises(anybatch.DoesNotFit, match="and were not tried") as error:
+        anybatch.plan(model, tagging, batch, torch.optim.Adam(model.parameters()), memory="600KiB")
+    assert "OverTime" not in str(error.value)

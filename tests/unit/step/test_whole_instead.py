@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.planning.planner import Planner
 from planning_referee import alive_in, peak_of
 
@@ -47,6 +48,24 @@ def needed_whole() -> int:
     step = anybatch.TrainStep(model, contrastive, optimizer)
     step(BATCH)
     return peak_of(lambda: step(BATCH), alive_in(model, [optimizer], BATCH))
+
+
+def test_the_gradient_of_a_trainer_is_that_of_the_whole_batch_too() -> None:
+    model = model_of()
+    other = copy.deepcopy(model)
+    gradient = RepeatedBackward(model, contrastive, memory=needed_whole())
+    torch.manual_seed(1)
+    with pytest.warns(anybatch.AnyBatchWarning, match="the batch runs whole, which the budget allows, since in micro"):
+        out = gradient(BATCH)
+    assert out.micro_batches == 1
+    torch.manual_seed(1)
+    torch.autograd.backward(contrastive(other, BATCH))
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(
+        a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-10) for a, b in pairs
+    )
+    with pytest.raises(anybatch.NotSplittable):
+        RepeatedBackward(model_of(), contrastive, micro_batch_size=32)(BATCH)
 
 
 @pytest.mark.parametrize("percent", [110, 75])

@@ -1,0 +1,134 @@
+"""What a plain loop gives ``anybatch plan`` as its batch, and what it reads of the forward.
+
+How it could be silently wrong: micro-batches that take all rows of a batch again; a table that is cut as if it held
+samples; an optimizer that is left out of the bytes; a name that the changed loop no longer gives a value.
+"""
+
+import pytest
+
+from anybatch.doctor.loopsteps import StepUnclear
+from plan_loop_scripts import folder, found  # noqa: F401 - one is a fixture
+
+SLICED = """
+for i in range(0, len(inputs), 100):
+    optimizer.zero_grad()
+    {}
+    {}.backward()
+    optimizer.step()
+"""
+
+
+X, Y = "inputs[i : i + 100]", "targets[i : i + 100]"
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "batch", "function"),
+    [
+        ("pass", f"(model({X}) - {Y}).square().mean()", f"({X}, {Y})",
+         "(model, batch):\n    inputs, targets = batch\n    return (model(inputs) - targets).square().mean()"),
+        (f"out = model({X})", f"(out - {Y}).square().mean()", f"({X}, {Y})",
+         ("(model, batch):\n    inputs, targets = batch\n    out = model(inputs)\n"
+         "    return (out - targets).square().mean()")),
+        (f"x = {X}", f"(model(x) - {Y}).square().mean()", f"({Y}, x)",
+         "(model, batch):\n    targets, x = batch\n    return (model(x) - targets).square().mean()"),
+        ("pass", f"(model({X}) - {X}[:, :4] / len(inputs)).square().mean()", X,
+         "(model, inputs_2):\n    return (model(inputs_2) - inputs_2[:, :4] / len(inputs)).square().mean()"),
+        ("rows = list(range(i, min(i + 9, 256)))", "(model(inputs[rows]) - targets[rows, :]).square().mean()",
+         "(inputs[rows], targets[rows, :])",
+         "(model, batch):\n    inputs, targets = batch\n    return (model(inputs) - targets).square().mean()"),
+        ("pass", "model(inputs[torch.randint(0, 256, (64,))]).square().mean()", "inputs[torch.randint(0, 256, (64,))]",
+         "(model, inputs):\n    return model(inputs).square().mean()"),
+        (f"x = {X}", "(model(x)[:, : inputs[: len(x)].ndim] - 1).square().mean()", "x",
+         "(model, x):\n    return (model(x)[:, : inputs[: len(x)].ndim] - 1).square().mean()"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_the_forward_takes_out_of_all_samples_is_the_batch(
+    before: str, loss: str, batch: str, function: str
+) -> None:
+    step = found(SLICED.format(before, loss))
+    assert step._step.batch_text == batch
+    assert step._step.loss_text() == f"def loss_fn{function}"
+    after = step.with_change({}, {"memory": None})["after"]
+    assert f"    step({batch})\n" in after
+    exec(compile(after, "after.py", "exec"), {"__name__": "after"})
+
+
+def test_all_optimizers_of_what_goes_back_are_of_the_step() -> None:
+    step = found("""
+head = whole(nn.Linear(4, 4))
+other = torch.optim.SGD(head.parameters(), lr=2**-12)
+idle = torch.optim.SGD(whole(nn.Linear(4, 4)).parameters(), lr=2**-12)
+for x, y in loader:
+    optimizer.zero_grad()
+    other.zero_grad()
+    (head(model(x)) - y).square().mean().backward()
+    optimizer.step()
+    other.step()
+""")
+    assert step.call.options["optimizer"] == [step._step.names["optimizer"], step._step.names["other"]]
+    assert step._step.model_text == "torch.nn.ModuleList([head, model])"
+    assert "anybatch.backward(torch.nn.ModuleList([head, model]), loss_fn, (x, y)" in step.with_change(
+        {}, {"memory": None})["change"]  # fmt: skip
+
+
+def test_a_name_that_gets_another_value_before_it_is_read_is_not_read() -> None:
+    answer = found("""
+for x, y in loader:
+    optimizer.zero_grad()
+    out = model(x)
+    loss = (out - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    out = torch.zeros(1)
+    seen.append(out)
+""").with_change({}, {"memory": None})
+    assert (answer["trouble"], "metrics" in answer["change"]) == ("", False)
+    answer = found("""
+loss = torch.ones(1)
+while loss.item() < 0 or not seen:
+    x, y = loader[0]
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    seen.append(1)
+""").with_change({}, {"memory": None})
+    assert "loss = torch.tensor(result.loss)" in answer["change"]
+
+
+def test_a_batch_that_can_not_be_cut_gets_no_size() -> None:
+    step = found("""
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = model(x).square().mean() + y[:7].mean()
+    loss.backward()
+    model[0].weight.grad.clamp_(-1, 1)
+    optimizer.step()
+""")
+    facts = {"plan": {"chosen": {"micro_batch_size": 1}}, "obstacle": "why"}
+    assert "    anybatch.backward(model, loss_fn, (x, y))\n" in step.with_change(facts, {"memory": "free"})["change"]
+
+
+@pytest.mark.parametrize(
+    ("before", "loss"),
+    [
+        ("out = model(inputs[i : i + 100]); i += 1", "out.square().mean()"),  # no longer these at the backward
+        ("pass", "(model(inputs[i][None]) - targets[i, 0]).square().mean()"),  # a sample
+    ],
+)
+def test_what_the_forward_takes_out_of_all_samples_and_is_no_batch_is_to_have_a_name(before: str, loss: str) -> None:
+    with pytest.raises(
+        StepUnclear, match=r"takes the batch out of '(inputs|targets)' within the forward; give it a name"
+    ):
+        found(SLICED.format(before, loss))
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "batch"),
+    [
+        ("x, y = inputs[i : i + 100], targets[i : i + 100]", "(model(x) - y).square().mean()", ["x", "y"]),
+        ("rows = torch.arange(i, i + 100) % 256", "(model(inputs[rows]) - targets[rows]).square().mean()", ["rows"]),
+    ],
+)
+def test_a_batch_that_has_a_name_is_found_though_the_loop_counts(before: str, loss: str, batch: list[str]) -> None:
+    assert list(found(SLICED.format(before, loss))._step.batch) == batch
