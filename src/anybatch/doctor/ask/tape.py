@@ -133,7 +133,7 @@ class Tape(SafeMode):
         return other
 
     def is_live(self, parameter: torch.Tensor) -> bool:
-        """Whether the step trained it, also where it is frozen by now, as a critic is for the steps of its generator."""
+        """Whether the step trained it, also where it is frozen by now, as a critic is while its generator learns."""
         return parameter.requires_grad or id(parameter) in self.trained
 
     def stop(self) -> bool:
