@@ -128,13 +128,15 @@ def test_class_uncounted_is_quiet(net: Callable[[], nn.Module], batches: Batches
 class Speaker(nn.Module):
     """A model of the next token."""
 
-    def __init__(self, tokens: int = 12) -> None:
+    def __init__(self, tokens: int = 12, *, left_out: int = 1) -> None:
         super().__init__()
+        self.left_out = left_out
         self.embed, self.rnn, self.head = nn.Embedding(tokens, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, tokens)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives scores for each place, the last one left out."""
-        return self.head(self.rnn(self.embed(x))[0])[:, :-1].transpose(1, 2)  # type: ignore[no-any-return]
+        """Gives scores for each place, the last one left out or not."""
+        scores = self.head(self.rnn(self.embed(x))[0])
+        return scores[:, : x.shape[1] - self.left_out].transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def texts(end: int | None, padding: int, width: int | None = None, *, counted: bool = False) -> Batches:
@@ -161,6 +163,26 @@ def test_class_uncounted_fires_where_the_end_is_padding() -> None:
     one = fires(of(lambda: train(Speaker(), texts(1, 1), 200, ignoring()), ask=True), "CLASS_UNCOUNTED", "warning")
     assert one.evidence["number"] == 1
     assert "where to end" in one.message
+
+
+def shifted(batches: Batches, last: int = -100) -> Batches:
+    """Targets of all places, as in transformers: what stands behind the last one is not known."""
+
+    def batch(step: int) -> Pair:
+        x, y = batches(step)
+        return x, F.pad(y, (0, 1), value=last)
+
+    return batch
+
+
+def test_class_uncounted_fires_where_the_last_place_has_a_target_too() -> None:
+    def speak(last: int, end: int, padding: int) -> Run:
+        net = Speaker(left_out=0)
+        return of(lambda: train(net, shifted(texts(end, padding), last), 200, ignoring()), ask=True)
+
+    assert fires(speak(-100, 1, 1), "CLASS_UNCOUNTED", "warning").evidence["number"] == 1
+    silent(speak(-100, 1, 0), "CLASS_UNCOUNTED")
+    silent(speak(1, 1, 1), "CLASS_UNCOUNTED")
 
 
 @pytest.mark.parametrize("batches", [
