@@ -51,6 +51,7 @@ def told(net: Net) -> str:
         Net(lambda x, pe: x + pe[:, x.shape[1], :]),
         Net(lambda x, pe: x + pe[:, x.shape[1]].detach()),
         Net(lambda x, pe: pe[:, x.size(1) - 1] + x),
+        Net(lambda x, pe: (1 * x).add_(pe[:, x.size(1)])),
         Net(lambda x, pe: x + pe[x.size(0)], table=(50, 1, WIDTH), first=True),
     ],
 )

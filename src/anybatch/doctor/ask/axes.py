@@ -292,7 +292,7 @@ def one_place(step: Step) -> Iterator[Probed]:
             picked |= dict.fromkeys(operation.outs, row) if row else {}
         elif operation.kind in _MOVED and given and given[0] in picked:
             picked |= dict.fromkeys(operation.outs, picked[given[0]])
-        elif operation.kind == "add" and len(given) == 2:
+        elif operation.kind in ("add", "add_") and len(given) == 2:
             (table,), others = [one for one in given if one in picked] or [given[0]], [*given]
             others.remove(table)
             entries, rows = step.values[others[0]], step.values[table]
