@@ -285,19 +285,19 @@ def one_place(step: Step) -> Iterator[Probed]:
     another number.
     """
     picked: dict[Slot, tuple[int, int]] = {}  # what is of one row of a table, with the number of the row and of all
+    tables = step.leaves.keys() | step.parameters.keys()
     for operation in step.operations:
         given = operation.given
-        if operation.name == "__getitem__" and len(given) == 1 and given[0] in (step.leaves.keys() | step.parameters):
+        if operation.name == "__getitem__" and len(given) == 1 and given[0] in tables:
             row = _row(operation.args[1], step.values[given[0]].shape)
             picked |= dict.fromkeys(operation.outs, row) if row else {}
         elif operation.kind in _MOVED and given and given[0] in picked:
             picked |= dict.fromkeys(operation.outs, picked[given[0]])
         elif operation.kind in ("add", "add_") and len(given) == 2:
-            (table,), others = [one for one in given if one in picked] or [given[0]], [*given]
-            others.remove(table)
-            entries, rows = step.values[others[0]], step.values[table]
-            is_one = table in picked and entries.dim() == 3 and rows.numel() == entries.shape[-1] == rows.shape[-1]
+            other, table = given if given[1] in picked else given[::-1]
             index, count = picked.get(table, (0, 0))
+            entries, rows = step.values[other], step.values[table]
+            is_one = entries.dim() == 3 and rows.numel() == entries.shape[-1] == rows.shape[-1]
             if is_one and index >= _LEAST_PLACES and index in (*entries.shape[:2], *(n - 1 for n in entries.shape[:2])):
                 yield said(operation, row=index, table=count, places=max(entries.shape[:2]))
 
