@@ -527,15 +527,6 @@ def test_a_schedule_that_begins_anew_is_told() -> None:
     assert "checkpoint['sched']" in found.fix
 
 
-def test_places_alike_fires_and_names_the_row() -> None:
-    found = fires(asked("one place", "yes").run(), "PLACES_ALIKE", "warning")
-    assert "row 12 of a table of 200" in found.message
-
-
-def test_places_alike_is_quiet_without_an_answer() -> None:
-    quiet(asked("one place", "no").run(), "PLACES_ALIKE")
-
-
 def test_degrees_multiplied_fires_and_gives_the_largest() -> None:
     assert "up to 90" in fires(asked("degrees", "yes").run(), "DEGREES_MULTIPLIED", "warning").message
 

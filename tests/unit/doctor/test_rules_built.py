@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from answer_runs import asked
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Ended, Forward
 from anybatch.records.lossfacts import Evaluated, Probed, Walk
@@ -235,3 +236,12 @@ def test_flow_volume_fires_with_both_figures() -> None:
 
 def test_flow_volume_is_quiet_without_an_answer() -> None:
     silent(Training(after=(Probed(probe="false volume", answer="no"),)).run(), "FLOW_VOLUME")
+
+
+def test_places_alike_fires_and_names_the_row() -> None:
+    found = fires(asked("one place", "yes").run(), "PLACES_ALIKE", "warning")
+    assert "row 12 of a table of 200" in found.message
+
+
+def test_places_alike_is_quiet_without_an_answer() -> None:
+    silent(asked("one place", "no").run(), "PLACES_ALIKE")
