@@ -15,6 +15,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "own negative": {"op": "min"},
     "apart": {"share": 0.7, "masks": 90},
     "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
+    "one place": {"row": 12, "table": 200, "places": 12},
     "degrees": {"largest": 90, "nodes": 600},
     "easiest": {"op": "topk", "inactive": 1.0, "left": 0.1},
     "resumed": {"key": "sched", "loaded": 0.01, "highest": 0.1},

@@ -72,6 +72,38 @@ def not_detached(
     of_made.step()
 
 
+def many_steps(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer,
+    loss: Score, sign: bool,
+) -> None:  # fmt: skip
+    """Several steps of the critic before one of the generator, for which the critic is frozen."""
+    critic.requires_grad_(True)
+    for _ in range(5):
+        of_critic.zero_grad()
+        loss(critic(torch.randn(16, 4) + 2), True).backward()
+        loss(critic(made(torch.randn(16, 3)).detach()), False).backward()
+        of_critic.step()
+    critic.requires_grad_(False)
+    of_made.zero_grad()
+    loss(critic(made(torch.randn(16, 3))), sign).backward()
+    of_made.step()
+
+
+def given_signs(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer,
+    _: Score, sign: bool,
+) -> None:  # fmt: skip
+    """The mean scores, each with its sign as the gradient of its backward."""
+    one = torch.tensor(1.0)
+    of_critic.zero_grad()
+    critic(torch.randn(16, 4) + 2).mean().backward(-one)
+    critic(made(torch.randn(16, 3)).detach()).mean().backward(one)
+    of_critic.step()
+    of_made.zero_grad()
+    critic(made(torch.randn(16, 3))).mean().backward(-one if sign else one)
+    of_made.step()
+
+
 def helped(loop: Loop, loss: Score, *, sign: bool) -> str:
     torch.manual_seed(0)
     made, critic = (
@@ -90,6 +122,14 @@ def helped(loop: Loop, loss: Score, *, sign: bool) -> str:
 @pytest.mark.parametrize("loss", [bce, wasserstein, squares])
 @pytest.mark.parametrize("loop", [tutorial, apart, not_detached])
 def test_a_generator_that_helps_its_critic_is_told_from_one_that_does_not(loop: Loop, loss: Score) -> None:
+    assert helped(loop, loss, sign=True) == "no"
+    assert helped(loop, loss, sign=False) == "yes"
+
+
+@pytest.mark.parametrize(("loop", "loss"), [(many_steps, bce), (many_steps, wasserstein), (given_signs, wasserstein)])
+def test_it_is_told_where_the_critic_has_several_steps_and_where_signs_are_given_to_the_backward(
+    loop: Loop, loss: Score
+) -> None:
     assert helped(loop, loss, sign=True) == "no"
     assert helped(loop, loss, sign=False) == "yes"
 

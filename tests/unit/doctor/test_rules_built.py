@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from answer_runs import asked
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Ended, Forward
 from anybatch.records.lossfacts import Evaluated, Probed, Walk
@@ -132,8 +133,9 @@ def test_bn_momentum_fires_on_the_meaning_of_another_library() -> None:
     assert one.fix == "model.norm.momentum = 0.01"
 
 
-def test_bn_momentum_fires_where_an_evaluation_uses_what_was_there_at_the_start() -> None:
-    built = normed(0.001)
+@pytest.mark.parametrize(("value", "left"), [(0.001, "96%"), (0, "100%"), (0.0, "100%")])
+def test_bn_momentum_fires_where_an_evaluation_uses_what_was_there_at_the_start(value: float, left: str) -> None:
+    built = normed(value)
     for _ in range(30):
         built.forward(training=True, trained=1, evaluated=0)
     assert not findings(built, "BN_MOMENTUM")
@@ -142,12 +144,11 @@ def test_bn_momentum_fires_where_an_evaluation_uses_what_was_there_at_the_start(
     built.add(Ended())
     (one,) = findings(built, "BN_MOMENTUM")
     assert (one.severity, one.fix) == ("error", "model.norm.momentum = 0.1")
-    assert "96%" in one.message
+    assert left in one.message
 
 
-@pytest.mark.parametrize(("value", "severity"), [(0.1, "info"), (2.0, "warning")])
-def test_bn_momentum_fires_where_the_evaluation_is_far_worse(value: float, severity: str) -> None:
-    norm = ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", options={"momentum": 0.99})
+def evaluated_at(value: float, momentum: float) -> list[str]:
+    norm = ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", options={"momentum": momentum})
 
     class Normed(Training):
         def _tables(self) -> Any:
@@ -156,10 +157,21 @@ def test_bn_momentum_fires_where_the_evaluation_is_far_worse(value: float, sever
             return [tables[0], dataclasses.replace(root, modules=(*root.modules, norm)), *tables[2:]]
 
     last = Evaluated(function="cross_entropy", value=value, items=200, guess=2.3)
-    trained = Forward(root=0, rows=32, trained=1)
+    trained = Forward(root=0, rows=32, training=True, trained=1)
     every = lambda step: [trained, call(guess=2.3, value=falling(step))]  # noqa: E731
-    found = diagnose(Normed(every=every, steps=200, after=(last,)).run())
-    assert [one.severity for one in found if one.name == "BN_MOMENTUM"] == [severity]
+    after = (Forward(root=0, rows=32, training=False, evaluated=1, grad=False), last, Ended())
+    found = diagnose(Normed(every=every, steps=200, after=after).run())
+    return [one.severity for one in found if one.name == "BN_MOMENTUM"]
+
+
+@pytest.mark.parametrize(("value", "severity"), [(0.1, "info"), (2.0, "warning")])
+def test_bn_momentum_fires_where_the_evaluation_is_far_worse(value: float, severity: str) -> None:
+    assert evaluated_at(value, 0.99) == [severity]
+
+
+def test_bn_momentum_of_zero_is_fine_where_the_evaluation_is() -> None:
+    assert evaluated_at(2.0, 0) == ["warning"]
+    assert evaluated_at(0.1, 0) == []
 
 
 def test_bn_momentum_is_quiet() -> None:
@@ -224,3 +236,12 @@ def test_flow_volume_fires_with_both_figures() -> None:
 
 def test_flow_volume_is_quiet_without_an_answer() -> None:
     silent(Training(after=(Probed(probe="false volume", answer="no"),)).run(), "FLOW_VOLUME")
+
+
+def test_places_alike_fires_and_names_the_row() -> None:
+    found = fires(asked("one place", "yes").run(), "PLACES_ALIKE", "warning")
+    assert "row 12 of a table of 200" in found.message
+
+
+def test_places_alike_is_quiet_without_an_answer() -> None:
+    silent(asked("one place", "no").run(), "PLACES_ALIKE")

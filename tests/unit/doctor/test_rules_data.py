@@ -34,6 +34,15 @@ def test_input_scale_fires_on_targets_that_are_not_scaled() -> None:
     assert "(y - 2e+04) / 3e+03" in one.fix
 
 
+NEARLY_ONE = {"shape": (32, 1, 8, 8), "mean": -0.81, "std": 0.004}
+
+
+def test_input_scale_fires_on_pictures_that_are_nearly_one_number() -> None:
+    one = fires(Training(loss=flat, input=sample(low=-0.811, high=-0.8, **NEARLY_ONE)).run(), "INPUT_SCALE", "warning")
+    assert "everywhere near -0.81" in one.message
+    assert "(x - -0.81) / 0.004" in one.fix
+
+
 def scaled_by(epochs: dict[int, float]) -> None:
     """Trains for some epochs on the same data, of this size in each."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -63,6 +72,9 @@ def test_input_scale_fires_on_inputs_that_are_scaled_again_in_each_epoch(factor:
         "learns": Training(input=PIXELS),
         "a norm layer first": Training(loss=flat, input=replace(PIXELS, first="BatchNorm2d")),
         "token ids": Training(loss=flat, input=sample(dtype="int64", mean=None, std=None, high=30000.0)),
+        "nearly one number, and learns": Training(input=sample(low=-0.811, high=-0.8, **NEARLY_ONE)),
+        "few pixels that are not": Training(loss=flat, input=sample(low=-0.81, high=2.0, **NEARLY_ONE)),
+        "ones": Training(loss=flat, input=sample(shape=(32, 4, 6), mean=1.0, std=0.0, low=1.0, high=1.0)),
         "one-hot": Training(loss=flat, input=sample(mean=0.1, std=0.3)),
         "times of diffusion": Training(loss=flat, input=sample(shape=(32,), mean=500.0, std=290.0)),
         "predictions of that size": Training(

@@ -91,6 +91,17 @@ def test_gradients_zero_fires_where_a_hinge_is_always_flat() -> None:
     assert "from step 5 on" in fires(late, "GRADIENTS_ZERO", "error").message
 
 
+@pytest.mark.parametrize(("own_mean", "fix"), [(True, "axis of the samples"), (False, "print that factor")])
+def test_gradients_zero_fires_and_names_the_factor_that_is_zero(own_mean: bool, fix: str) -> None:
+    seen = {"entries": 40, "own_mean": own_mean, "optimizer": 0}
+    asked = Probed(probe="zero factor", answer="yes", evidence=seen, file="train.py", line=26)
+    flat = Training(steps=60, loss=lambda step: 0.0, grad=lambda step, layer: 0.0, call=None, after=(asked,)).run()
+    one = fires(flat, "GRADIENTS_ZERO", "error")
+    assert one.place.line == 26
+    assert "zero in all 40 entries" in one.message
+    assert fix in one.fix
+
+
 @pytest.mark.parametrize(
     "healthy",
     [

@@ -72,7 +72,7 @@ def _trained(tape: Tape) -> set[int]:
     for operation in reversed(tape.operations):
         if operation.grad and operation.name not in ("detach", "data") and needed & set(operation.outs):
             needed |= set(operation.given)
-    return {id(one) for slot, one in tape.parameters.items() if slot in needed and one.requires_grad}
+    return {id(one) for slot, one in tape.parameters.items() if slot in needed and tape.is_live(one)}
 
 
 def _compared(
@@ -118,7 +118,7 @@ def _calls(tape: Tape, own: Collection[int]) -> list[tuple[Slot, Slot]]:
     An embedding of classes, which a conditional critic looks up, is none of them. What is made of parameters and
     buffers alone, as by a spectral norm at each call, stands for the parameters.
     """
-    of_critic = {slot: frozenset({slot} if one.requires_grad else ()) for slot, one in tape.parameters.items()
+    of_critic = {slot: frozenset({slot} if id(one) in own else ()) for slot, one in tape.parameters.items()
                  if id(one) in own or not one.requires_grad}  # fmt: skip
     found = list[tuple[Operation, frozenset[Slot]]]()
     for one in tape.operations[: tape.losses[-1].before]:
@@ -163,12 +163,12 @@ def _gradient(tape: Tape, some: Collection[int], initial: Held) -> torch.Tensor:
 def _at_first(tape: Tape, initial: Held) -> tuple[Replay, torch.Tensor, dict[Slot, torch.Tensor]]:
     """A step with the parameters as they were at first, the sum of its losses, and these parameters."""
     held = {
-        slot: initial[id(one)].detach().clone().requires_grad_(one.requires_grad)
+        slot: initial[id(one)].detach().clone().requires_grad_(tape.is_live(one))
         for slot, one in tape.parameters.items()
         if id(one) in initial
     }
     run = replayed(tape, tape.losses[-1], held=held)
-    return run, torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum(), held
+    return run, torch.stack([loss.weight * run.values[loss.slot].sum() for loss in tape.losses]).sum(), held
 
 
 def _differentiated(ends: torch.Tensor, by: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

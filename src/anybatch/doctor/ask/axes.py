@@ -28,6 +28,8 @@ _MOST_ENDS = 4
 _LEAST_LINKED = 50  # nodes, and edges between them
 _BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
+_LEAST_PLACES = 4  # kinds, as of segments, are fewer
+_MOVED = frozenset({"to", "type_as", "requires_grad_", "detach", "view", "reshape", "unsqueeze", "clone", "contiguous"})
 _MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
 _EXACT, _ROOT = 1e-4, 0.4  # of a logarithm, and a power that is a square root's or more
 _GATHERING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
@@ -273,6 +275,40 @@ def _index(operation: Operation, step: Step, nodes: int) -> torch.Tensor | None:
     if index is None or dim != 0 or given[0].shape[:1] != (nodes,):
         return None
     return index.reshape(len(index), -1)[:, 0] if len(index) else None
+
+
+@asks("one place", of_rows=False)
+def one_place(step: Step) -> Iterator[Probed]:
+    """Whether all places of a sequence get one row of a table of encodings, the one that their number names.
+
+    ``pe[:, x.shape[1]]`` in the place of ``pe[:, :x.shape[1]]``: an encoding of a kind, a level or a time is named by
+    another number.
+    """
+    picked: dict[Slot, tuple[int, int]] = {}  # what is of one row of a table, with the number of the row and of all
+    tables = step.leaves.keys() | step.parameters.keys()
+    for operation in step.operations:
+        given = operation.given
+        if operation.name == "__getitem__" and len(given) == 1 and given[0] in tables:
+            row = _row(operation.args[1], step.values[given[0]].shape)
+            picked |= dict.fromkeys(operation.outs, row) if row else {}
+        elif operation.kind in _MOVED and given and given[0] in picked:
+            picked |= dict.fromkeys(operation.outs, picked[given[0]])
+        elif operation.kind in ("add", "add_") and len(given) == 2:
+            other, table = given if given[1] in picked else given[::-1]
+            index, count = picked.get(table, (0, 0))
+            entries, rows = step.values[other], step.values[table]
+            is_one = entries.dim() == 3 and rows.numel() == entries.shape[-1] == rows.shape[-1]
+            if is_one and index >= _LEAST_PLACES and index in (*entries.shape[:2], *(n - 1 for n in entries.shape[:2])):
+                yield said(operation, row=index, table=count, places=max(entries.shape[:2]))
+
+
+def _row(index: Any, shape: torch.Size) -> tuple[int, int] | None:
+    """The number of the row that an index picks of a table, and how many there are, if it picks one."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(type(one) is int or one == slice(None) for one in parts) or len(parts) > len(shape):
+        return None
+    numbers = [(one, shape[at]) for at, one in enumerate(parts) if type(one) is int and shape[at] > 1]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 @asks("degrees", of_rows=False)

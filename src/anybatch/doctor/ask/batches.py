@@ -399,11 +399,16 @@ def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
 def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | None:
     """The token that ends all rows of a batch and is no target; ``None`` where it is one, or there is none."""
     behind, target = padding_of(tokens), given["target"]
-    if behind is None or name not in OF_CLASSES or target.numel() != tokens[:, 1:].numel():
-        return None
     number, ahead = int(tokens[0, -1]), tokens[:, 1:]
-    target, lengths = target.reshape(ahead.shape), (~behind).sum(1)
-    out = target == given.get("ignore_index", -100)
+    if behind is None or name not in OF_CLASSES or target.numel() not in (tokens.numel(), ahead.numel()):
+        return None
+    ignored, lengths = given.get("ignore_index", -100), (~behind).sum(1)
+    target = target.reshape(len(tokens), -1)
+    if target.shape == tokens.shape:  # the last place has no next token
+        if bool((target[:, -1] != ignored).any()):
+            return None
+        target = target[:, :-1]
+    out = target == ignored
     is_next = torch.equal(out, ahead == number) and torch.equal(target[~out], ahead[~out])
     last = tokens.gather(1, lengths[:, None] - 1).unique()
     is_output = len(given["shape"]) > 1 and number < given["shape"][1]

@@ -114,6 +114,28 @@ def _is_constant(step: Step, one: Operation) -> bool:
     return True
 
 
+@asks("zero factor", of_rows=False)
+def zero_factor(step: Step) -> Iterator[Probed]:
+    """Whether a factor of the loss that has no gradient is zero everywhere, and where it has become so."""
+    values = step.values
+    for one in step.used("mul"):
+        for factor, other in itertools.permutations(one.given, 2):
+            made, rest = values[factor], values[other]
+            if rest.requires_grad and not made.requires_grad and made.numel() > 1 and not bool(made.any()):
+                zero = [each for each in step.path(factor) if not bool(values[each.outs[0]].any())]
+                if zero and any(bool(values[slot].any()) for slot in zero[-1].given):
+                    own = any(_is_own_mean(step, slot) for slot in zero[-1].given[1:])
+                    own = own and zero[-1].kind == "sub"
+                    yield said(zero[-1], entries=made.numel(), own_mean=own, optimizer=step.optimizer)
+
+
+def _is_own_mean(step: Step, slot: Slot) -> bool:
+    """Whether a mean is that of one entry, as over an axis of one row."""
+    made = next(step.path(slot), None)
+    is_mean = made is not None and made.kind == "mean"
+    return is_mean and step.values[slot].numel() == step.values[made.given[0]].numel() > 1  # type: ignore[union-attr]
+
+
 @asks("forgotten")
 def forgotten(step: Step) -> Iterator[Probed]:
     """Whether a state is detached at each step of a sequence, so that a loss behind it trains the last step only."""

@@ -176,6 +176,7 @@ class Kept:
         self.streams, self.sampling, self.redraws = Streams(), Sampling(), Redraws()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
+        self._is_late = False  # whether it began when those of all optimizers that have stepped were there
         self._left: list[Tape] = []  # whose modes are still on, and do nothing
         self._trained: dict[int, tuple[int, int]] = {}  # by root the first step of its training, and how many tapes
         self._written: dict[int, int] = {}  # how many steps of each optimizer that steps were written down
@@ -328,13 +329,19 @@ class Kept:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
         is_looked_at = self._sampled() or 0 in self._written.values()  # an optimizer may step after many of another
         if self.on and is_looked_at and module.training and torch.is_grad_enabled() and not is_transformed():
-            if self._written and min(self._written.values()) >= _ENOUGH:
+            is_late = bool(self._written) and min(self._written.values()) >= _ENOUGH
+            if is_late and not self._waits(module):
                 return
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
             weights = [*module.parameters()]
             if step < begun + _TAPED and tries < _MOST_TRIES and self._start(weights, module, self._rows):
-                self._trained[root] = begun, tries + 1
+                self._trained[root], self._is_late = (begun, tries + 1), is_late
+
+    def _waits(self, module: torch.nn.Module) -> bool:
+        """Whether no optimizer that has stepped trains it, as that of a generator before which a critic has steps."""
+        weights = {id(one) for one in module.parameters() if one.requires_grad}
+        return bool(weights) and all(map(weights.isdisjoint, (one.trained for one in self.tapes.values())))
 
     def stepped(self, weights: Iterable[torch.Tensor]) -> None:
         """Is told that an optimizer has stepped: where no module is called, the next step is written down from here."""
@@ -368,11 +375,11 @@ class Kept:
                 self._bytes += size
                 self.initial[id(one)] = one.detach().clone()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Is shown a loss whose backward is about to run."""
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """Is shown a loss whose backward is about to run, and what its gradient is."""
         self._given.clear()
         if self._tape is not None:
-            self._tape.loss(loss)
+            self._tape.loss(loss, weight)
             for one in functions_of(loss, self._classes):
                 self.functions.append(one)
                 self._see_call(one)
@@ -400,7 +407,7 @@ class Kept:
         self._left.append(tape)
         self.leave()
         tape.trained = frozenset(map(id, weights))
-        if tape.losses and not tape.failed:
+        if tape.losses and not tape.failed and not (self._is_late and count >= _ENOUGH):
             before = self.tapes.get(optimizer)
             if before is not None and before.bytes < _MOST_BYTES // 2:
                 self.earlier[optimizer] = before

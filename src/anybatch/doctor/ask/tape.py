@@ -93,6 +93,7 @@ class Loss:
     before: int  # how many operations had run
     file: str  # of the line of the backward
     line: int
+    weight: float = 1.0  # the number that the backward was given as its gradient
 
 
 class Tape(SafeMode):
@@ -128,8 +129,12 @@ class Tape(SafeMode):
         """The same step with other operations, to be run again."""
         other = Tape()
         other.leaves, other.parameters, other.operations = self.leaves, self.parameters, operations
-        other.rewrites, other.until = self.rewrites, self.until
+        other.rewrites, other.until, other.trained = self.rewrites, self.until, self.trained
         return other
+
+    def is_live(self, parameter: torch.Tensor) -> bool:
+        """Whether the step trained it, also where it is frozen by now, as a critic is while its generator learns."""
+        return parameter.requires_grad or id(parameter) in self.trained
 
     def stop(self) -> bool:
         """Also lets go of the tensors of the run."""
@@ -144,11 +149,11 @@ class Tape(SafeMode):
     def _acts(self) -> bool:
         return 0 < self.rows < LEAST_ROWS or self.is_row
 
-    def loss(self, loss: torch.Tensor) -> None:
+    def loss(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Is notified of a backward that is about to run."""
         slot = self._slot_of(loss)
         if slot is not None and not self._off:
-            self.losses.append(Loss(slot, len(self.operations), *user_place(2)))
+            self.losses.append(Loss(slot, len(self.operations), *user_place(2), weight))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__iter__ and not self._off and args[0].dim():
@@ -329,7 +334,7 @@ def replay(
         if slot in held:
             values[slot] = held[slot]
         elif slot not in tape.leaves:
-            values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+            values[slot] = parameter.detach().clone().requires_grad_(tape.is_live(parameter))
     done = Replay(values)
 
     def filled(one: Any) -> Any:

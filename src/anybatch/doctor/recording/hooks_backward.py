@@ -101,7 +101,7 @@ class BackwardHooks:
         if into_grad and (self._gradients.is_any or self._gradients.version != recording.numbering.version):
             self._look_for_clearing()
         if recording.looks or (value is not None and not math.isfinite(value)):
-            self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
+            self._samplers.before_backward(losses, weight, into_grad=into_grad, scaled=scale is not None)
         else:
             if into_grad and recording.counter.step % MARKED == 0:
                 self._samplers.like_backward(loss)

@@ -178,12 +178,12 @@ class Samplers:
 
     # backwards
 
-    def before_backward(self, losses: list[torch.Tensor], *, into_grad: bool, scaled: bool) -> None:
-        """Is shown losses whose backward is about to run."""
+    def before_backward(self, losses: list[torch.Tensor], weight: float, *, into_grad: bool, scaled: bool) -> None:
+        """Is shown losses whose backward is about to run, and the number that it is given as their gradient."""
         sampled = self._recording.sampled
         emit, step = self._recording.emit, self._recording.counter.step
         for loss in losses[:1]:
-            self.safely("kept", self.kept.backward, loss)
+            self.safely("kept", self.kept.backward, loss, weight)
             if into_grad:
                 self.safely("live graphs", self._live.add, loss, step)
             self._measure("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled)

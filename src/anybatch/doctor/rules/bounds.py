@@ -8,7 +8,7 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.measures import gradients, latest, outputs
-from anybatch.doctor.views.naming import by_line, first_call, root_variable
+from anybatch.doctor.views.naming import by_line, first_call, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
@@ -299,12 +299,24 @@ def gradients_zero(
         first = one.samples[max((index + 1 for index, zero in enumerate(empty) if not zero), default=0)]
         back = next((each for each in reversed(list(run.of(Backward))) if each.at < first.at), Backward())
         value = "" if back.value is None else f"; the loss is {back.value:.4g}"
+        text, cause = (
+            "nothing can be learned",
+            "The loss is flat where the model is: no small change of a weight changes it.",
+        )
+        fix = "print what goes into the last relu, clamp, maximum or mask of the loss: it lies on the flat side"
+        asked = next((each for each in run.answers("zero factor") if each.evidence["optimizer"] == one.number), None)
+        if asked is not None:
+            text = f"a factor of the loss is zero in all {asked.evidence['entries']} entries{near(asked)}"
+            cause, fix = "Times zero the loss is zero for all weights.", "print that factor, and what it is made of"
+            if asked.evidence["own_mean"]:
+                cause = "The mean that is taken off is over an axis with one entry: each entry is its own mean."
+                fix = "take the mean, and the deviation, over the axis of the samples"
         yield Found(
-            text=f"Every gradient is exactly zero from step {first.step} on{value}: nothing can be learned.",
-            fix="print what goes into the last relu, clamp, maximum or mask of the loss: it lies on the flat side",
-            cause="The loss is flat where the model is: no small change of a weight changes it.",
+            text=f"Every gradient is exactly zero from step {first.step} on{value}: {text}.",
+            fix=fix,
+            cause=cause,
             since=first,
-            where=back,
+            where=back if asked is None else asked,
             evidence={"samples": len(one.samples), "since_step": first.step, "loss": back.value},
         )
 

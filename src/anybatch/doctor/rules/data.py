@@ -30,6 +30,7 @@ def input_scale(
     run: Run, *, far: float = Limit(10, "the mean or the standard deviation of what is not standardised"),
     nothing: float = Limit(0.02, "the largest entry of pictures that say nothing to the first layer"),
     times: float = Limit(30, "by which the last inputs of a run are smaller than the first"),
+    flat: float = Limit(30, "by which the mean is larger than all that entries differ by"),
     share: float = Limit(0.8, "of the batches"),
 ) -> Iterator[Found]:  # fmt: skip
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
@@ -38,7 +39,7 @@ def input_scale(
     longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in run.answers("rate"))
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
     learned = learned and not (run.answers("scaled") and not learned_well(run))
-    small = [*_tiny_inputs(run, nothing)] or [*_drifting(run, times)]
+    small = [*_tiny_inputs(run, nothing, flat)] or [*_drifting(run, times)]
     found = [*_inputs(run, far, share), *small, *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:
@@ -121,17 +122,25 @@ def _drifting(run: Run, times: float) -> Iterator[Found]:
             )
 
 
-def _tiny_inputs(run: Run, nothing: float) -> Iterator[Found]:
-    """Pictures or sequences of numbers near 0, as those that were divided by 255 twice."""
+def _tiny_inputs(run: Run, nothing: float, flat: float) -> Iterator[Found]:
+    """Pictures or sequences of numbers near 0, or near one number, as those that were divided by 255 twice."""
     for samples in _entered(run, 3):
         most = max(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in samples)
-        if 0 < most < nothing:
+        ranges = [(one.high or 0.0) - (one.low or 0.0) for one in samples]
+        is_flat = len(samples) > 1 and all(0 < flat * wide < abs(one.mean or 0.0)
+                                           for one, wide in zip(samples, ranges, strict=True))  # fmt: skip
+        if 0 < most < nothing or (is_flat and outcome(run).word != "learning"):
             one = samples[0]
+            seen = f"nowhere above {most:.3g}" if most < nothing else f"everywhere near {one.mean:.3g}"
+            fix = "divide by 255 once only" if most < 1.01 / 255 else f"x = x / {most:.3g}"
+            if most >= nothing:
+                fix = f"scale the input once only; or x = (x - {one.mean:.3g}) / {one.std or 1.0:.3g}"
             yield Found(
-                text=f"The input {one.name or '0'} of {root_variable(run, one.root)} is nowhere above {most:.3g}; its "
+                text=f"The input {one.name or '0'} of {root_variable(run, one.root)} is {seen}; its "
                 f"standard deviation is {one.std:.3g}.",
-                fix="divide by 255 once only" if most < 1.01 / 255 else f"x = x / {most:.3g}",
-                cause="Inputs this small leave the first layer nothing but its bias; mostly they are scaled twice.",
+                fix=fix,
+                cause="Inputs that hardly differ leave the first layer nothing but its bias; mostly they are scaled "
+                "twice.",
                 since=one,
                 where=first_call(run, one.root),
                 module=_entrance(run, one),

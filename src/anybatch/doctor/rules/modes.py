@@ -373,7 +373,7 @@ def _left(run: Run, root: int, momentum: float) -> float:
     batches = sum(one.training and one.grad and used is not None and one.at < used.at for one in calls)
     loaded = any(one.into == "module" for one in run.of(Loaded))
     ended = any(True for _ in run.of(Ended))
-    return float((1 - momentum) ** batches) if batches >= 20 and momentum > 0 and ended and not loaded else 0.0
+    return float((1 - momentum) ** batches) if batches >= 20 and momentum >= 0 and ended and not loaded else 0.0
 
 
 @rule("AB457", "BN_MOMENTUM", "warning", slows=True)
@@ -385,13 +385,15 @@ def bn_momentum(
     """Batch norms that keep nearly nothing of what they have seen, or take nearly nothing of it."""
     end = outcome(run)
     losses = [one.value for one in run.of(Evaluated) if end.call is not None and one.function == end.call.function]
-    is_worse = learned_well(run) and bool(losses) and losses[-1] > max(worse * end.last, end.guess / worse)
+    is_known = learned_well(run) and bool(losses)
+    is_worse = is_known and losses[-1] > max(worse * end.last, end.guess / worse)
     for root, facts in run.roots.items():
         found = [
             (one.name, value) for one in facts.modules
             if one.kind == "batch_norm" and one.options.get("track_running_stats", True)
-            and isinstance(value := one.options.get("momentum"), float)
-            and (most <= value < 1 or _left(run, root, value) > first)
+            and isinstance(value := one.options.get("momentum"), (int, float))
+            # a good evaluation shows that the statistics of the start will do, or that they were set by hand
+            and (most <= value < 1 or (_left(run, root, value) > first and (is_worse or not is_known)))
         ]  # fmt: skip
         called = forwards_by_root(run).get(root, ()) if found else ()
         call = next((one for one in called if one.trained and one.grad), None)
