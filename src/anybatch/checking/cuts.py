@@ -29,6 +29,7 @@ _SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
 _ENTRIES = 512  # of a tensor in floating point that are added up
+_BLOCK = 16  # samples that are looked at together
 _WAVES = (0.7, 1.9)  # along which they are added up, so that samples of one sum differ
 
 
@@ -359,6 +360,12 @@ def _of_leaf(value: Any, rows: int) -> torch.Tensor:
     flat = value.detach()[:rows].reshape(rows, -1)
     if flat.is_complex():
         return nothing
+    # In blocks, so that this takes no room to speak of beside a budget that is all but full.
+    return torch.cat([_of_rows(block) for block in flat.split(_BLOCK)], 1)
+
+
+def _of_rows(flat: torch.Tensor) -> torch.Tensor:
+    """Numbers that tell some samples of a leaf apart, given as rows."""
     if flat.is_floating_point():
         numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")

@@ -102,6 +102,7 @@ class Proofs:
 
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
+            Unproved: under a plan, before the proof of a batch that may take more than was planned for.
         """
         reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
@@ -112,6 +113,8 @@ class Proofs:
         own = self._layouts[(key, len(parts) > 1, cuts_time) if cuts_time else key]
         if own.known is not None and self._is_new(own, task, nodes):
             own.known = None  # at once, since the proof may raise, and the batch be tried again
+            if task.is_planned and not reducer.is_shared:
+                raise Unproved  # so that a plan for other operations comes before their proof
         known = own.known
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (own.batches < _EACH or not own.batches % _AGAIN):
@@ -153,11 +156,13 @@ class Proofs:
     def _saw(
         self, own: _Layout, known_as: tuple[bool, bool, Writes | None], name: str, loss: Any, index: int = 0
     ) -> None:
-        """Has the next batch proved, where the last operations of a loss of this one are others than before.
+        """Has a batch proved whose loss is of other last operations than before, or the next one where it is too late.
+
+        That is on several ranks, which would begin again alone, and where the batch was written to.
 
         Raises:
-            Unproved: two micro-batches of one batch end in other operations, at the 1st, 2nd, 4th … time: they are
-                compared, together and apart; or those of the next batch, where this one was written to.
+            Unproved: the last operations are others than in any batch so far; or two micro-batches of one batch end in
+                other operations, at the 1st, 2nd, 4th … time, and are compared, together and apart.
         """
         is_proved, is_shared, writes = known_as
         if index:
@@ -179,6 +184,8 @@ class Proofs:
             self._operations.add(operations)
             if known and not is_proved and (known < _AGAIN or known.bit_count() == 1):
                 own.due = 0
+                if not is_shared and (writes is None or not writes.were_made):
+                    raise Unproved
 
     def _is_new(self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.

@@ -55,6 +55,10 @@ class PlannedLimit(OwnSizeLimit):
             self.value = size
         return size is not None
 
+    def look_again(self) -> None:
+        """Takes another plan if the step, which may run other operations now, would need more with this one."""
+        self._owner().look_again()
+
     def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through."""
         owner = self._owner()
@@ -88,6 +92,7 @@ class Follower:
         self._first = plan
         self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
+        self._trained = 0  # bytes of the parameters that get a gradient and state of an optimizer
         self._confirmed = 0
         self._subject: Subject | None = None  # the step for the logical batch that is there
         self._is_whole = False  # whether batches run whole from now on
@@ -133,7 +138,7 @@ class Follower:
             return
         if self._memory is None:
             logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
-            self._rows = max(self._rows, rows)
+            self._rows, self._trained = max(self._rows, rows), _trained_bytes(subject)
             return
         found = None if self.plan is None else self._made_for(subject)
         if found is not None:
@@ -192,7 +197,7 @@ class Follower:
             found["optimizer"] = plan.fingerprint.get("optimizer", "")
         # A plan for one device holds on each of several, but for what it takes to sum over them.
         plan.check_fingerprint({"devices": "1", **found})
-        self._is_checked = True
+        self._is_checked, self._trained = True, _trained_bytes(subject)
         if self._memory is None:
             return
         budget = self._budget_of(subject)
@@ -217,6 +222,10 @@ class Follower:
         splittable = subject.splittable
         if self.plan is None:
             return "there is no plan yet"
+        if (trained := _trained_bytes(subject)) > self._trained:
+            self._made = []  # none of them has room for more gradients and state
+            more = format_bytes(trained - self._trained)
+            return f"{more} of parameters are trained that were not when it was made"
         if splittable.rows > self._rows:
             return f"the batch has {splittable.rows} samples, the plan is for {self._rows}"
         if splittable.is_collated:
@@ -262,7 +271,7 @@ class Follower:
             self._made = [*self._made[1 - _MOST :], self._first]
         rows = subject.splittable.rows
         self._rows = max(self._rows, rows) if subject.splittable.is_collated else rows
-        self._is_checked = True
+        self._is_checked, self._trained = True, _trained_bytes(subject)
         self._confirmed = 0
         self._take(self._first)
 
@@ -296,6 +305,24 @@ class Follower:
         self.plan = found
         self._hand_over(subject)
         return found.micro_batch_size
+
+    def look_again(self) -> None:
+        """Plans again for this batch if the plan in force would need more than the budget by now.
+
+        Raises:
+            DoesNotFit: nothing fits into the budget.
+        """
+        subject, plan = self._subject, self.plan
+        if subject is None or plan is None or self._memory is None or self.limit.value != plan.micro_batch_size:
+            return  # nobody planned sizes that were halved
+        with _apart(subject):
+            planner = self._planner_of(subject, self._budget_of(subject))
+            if planner.fits(plan.chosen):
+                return
+            logger.info("planning again: the step runs other operations than those that were planned for")
+            self._made = []
+            self._make(subject)
+        self._hand_over(subject)
 
     @property
     def is_on_first_plan(self) -> bool:
@@ -384,6 +411,17 @@ def _apart(subject: Subject) -> Iterator[None]:
     """Nothing communicates while a plan is made: the other processes make theirs, or have one. Nobody looks on."""
     with unobserved(), without_user_modes(), subject.settings.reducer.apart(subject.roots):
         yield
+
+
+def _trained_bytes(subject: Subject) -> int:
+    """The bytes of the parameters that an optimizer steps, in each step, so without a call for each of them."""
+    found = 0
+    for optimizer in subject.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    found += parameter.nbytes
+    return found
 
 
 def _target(subject: Subject) -> Target:

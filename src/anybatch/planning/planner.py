@@ -107,6 +107,18 @@ class Planner:
         with random_state_kept(self.subject):  # at each step, so no look for all state in Python
             return search.outgrown_parts(parts, row, self._usable)
 
+    def fits(self, row: PlanRow) -> bool:
+        """Whether a row fits into the budget as the step runs now, which is traced."""
+
+        def found() -> bool:
+            self._begin(self._search.base_of(row))
+            return self._search.traced(row)[0].needed_bytes <= self._usable
+
+        try:
+            return self._stable(found)
+        except (AnyBatchError, TooLarge):
+            return False
+
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
 

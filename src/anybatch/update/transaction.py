@@ -163,6 +163,9 @@ class SizeLimit:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
 
+    def look_again(self) -> None:
+        """Hears that the step may run other operations from now on, which may need more."""
+
     def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through, and grows if it was quiet for long enough."""
         if self.value is not None and self.value != self.ceiling:
@@ -241,7 +244,7 @@ class Retries:
         self._parts = splittable.plan(limit.value if self._once is None else self._once)
         self._failure: Failure | None = None
         self._shortage: Shortage | None = None  # of another process
-        self._is_done = False
+        self._is_done = self._is_unproved = False
         self.failed: tuple[Attempt, ...] = ()  # the attempts that ran out of memory
 
     def __iter__(self) -> "Retries":
@@ -255,6 +258,11 @@ class Retries:
         failure, self._failure = self._failure, None
         if failure is not None:
             self._start_again(failure)
+        if self._is_unproved:
+            self._is_unproved, before = False, self._limit.value
+            self._limit.look_again()
+            if self._limit.value != before:
+                self._parts = self._splittable.plan(self._limit.value)
         return self._parts
 
     def __enter__(self) -> None:
@@ -276,6 +284,7 @@ class Retries:
             self._roll_back()
             if self._writes.were_made:
                 self._writes.refuse(self._splittable.batches, "since its split is to be proved first")
+            self._is_unproved = True
             return True
         shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
         if shortage is None and not (is_out_of_memory(error) and self._reducer.can_start_again):

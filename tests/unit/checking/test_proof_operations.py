@@ -1,4 +1,4 @@
-"""A loss that becomes one of other operations has the next batch proved, whatever it goes by."""
+"""A loss that becomes one of other operations has the batch proved where it does, whatever it goes by."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def step_of(loss_fn: Callable[[Any, Any], Any]) -> tuple[nn.Linear, torch.optim.
 
 
 @pytest.mark.parametrize("goes_by", ["counter", "rate", "state"])
-def test_a_term_that_begins_late_is_refused_in_the_batch_after(goes_by: str) -> None:
+def test_a_term_that_begins_late_is_refused_before_an_update_with_it(goes_by: str) -> None:
     number = [0]
 
     def loss_fn(model: Any, batch: Batch) -> Any:
@@ -48,12 +48,11 @@ def test_a_term_that_begins_late_is_refused_in_the_batch_after(goes_by: str) -> 
     for number[0] in range(BEGINS):
         step(batch_of())
     number[0], optimizer.param_groups[0]["lr"] = BEGINS, 0.001
-    step(batch_of())
     before = model.weight.detach().clone()
     with pytest.raises(anybatch.NotSplittable):
         step(batch_of())
     assert torch.equal(model.weight, before)
-    assert step.updates == BEGINS + 1
+    assert step.updates == BEGINS
 
 
 def contrast(model: Any, outputs: torch.Tensor) -> Any:
@@ -121,10 +120,43 @@ def test_a_term_that_begins_late_is_refused_in_each_kind_of_loss(kind: str, monk
     for _ in range(BEGINS):
         step(batch)
     IS_ON[0] = True
-    step(batch)
     with pytest.raises(anybatch.NotSplittable):
         step(batch)
-    assert step.updates == BEGINS + 1
+    assert step.updates == BEGINS
+
+
+def test_a_term_that_begins_late_in_a_batch_that_is_written_to_is_refused_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss_fn(model: Any, batch: Batch) -> Any:
+        batch["x"].mul_(1.0)
+        return (coupled if IS_ON[0] else mean)(model, batch)
+
+    monkeypatch.setattr("anybatch.checking.switches.Switches.are_turned", lambda *_: False)
+    monkeypatch.setitem(IS_ON, 0, False)
+    _, _, step = step_of(loss_fn)
+    for _ in range(BEGINS):
+        step(batch_of())
+    IS_ON[0] = True
+    step(batch_of())
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch_of())
+
+
+def test_gradients_of_earlier_calls_stay_where_backward_meets_a_new_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(model: Any, batch: Batch) -> Any:
+        loss = mean(model, batch)
+        return loss + model(batch["x"]).square().mean() if IS_ON[0] else loss
+
+    monkeypatch.setitem(IS_ON, 0, False)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    batch = batch_of() | {"x": torch.randn(20, 4).double()}
+    wanted = torch.zeros(3, 4).double()
+    for IS_ON[0] in (False, False, True):
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=8)
+        wanted += torch.autograd.grad(loss_fn(model, batch), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

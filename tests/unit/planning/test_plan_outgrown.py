@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
+from anybatch.checking.cuts import _of_leaf
 from anybatch.planning.fingerprints import outgrown
 from memory_steps import WIDTH, Net, Tokens, peak_of_call, plan_of, sgd, smallest_of
+from planning_referee import peak_of
 
 ROWS = 8
 
@@ -230,3 +232,95 @@ def calls_of_a_collated_step(lists: int) -> int:
 def test_a_step_under_a_plan_does_not_walk_through_what_the_model_keeps_in_python() -> None:
     few, many = calls_of_a_collated_step(2), calls_of_a_collated_step(300)
     assert many < few + 100
+
+
+def layers(number: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(number)))
+
+
+@pytest.mark.parametrize("adds_a_group", [True, False])
+def test_weights_that_are_trained_later_are_planned_for(adds_a_group: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = layers().requires_grad_(False)
+    model[-1].requires_grad_(True)
+    early = model[-1] if adds_a_group else model
+    optimizer = torch.optim.AdamW(early.parameters())
+    batch = torch.randn(64, WIDTH)
+    trained = layers()
+    budget = anybatch.plan(
+        trained, lambda m, x: mean_square(m(x)), batch, torch.optim.AdamW(trained.parameters()), memory=2**40
+    ).smallest_bytes
+    step = anybatch.TrainStep(model, lambda m, x: mean_square(m(x)), optimizer, memory=budget)
+    first = step(batch).plan
+    assert first is not None
+    model.requires_grad_(True)
+    if adds_a_group:
+        optimizer.add_param_group({"params": list(model[:-1].parameters())})
+    with caplog.at_level(logging.INFO, "anybatch"):
+        assert step(batch).plan is not first
+    assert "are trained that were not when it was made" in caplog.text
+    assert peak_of_call(step, batch) <= budget
+    caplog.clear()
+    model[:-1].requires_grad_(False)
+    assert step(batch).plan is step(batch).plan
+    assert "planning again" not in caplog.text
+
+
+class Growing:
+    """A loss that calls the model more often from some epoch on."""
+
+    epoch = 0
+
+    def __call__(self, model: Any, batch: Tensor) -> Tensor:
+        loss = mean_square(model(batch))
+        return loss + sum(mean_square(model(batch + one)) for one in range(3)) if self.epoch else loss
+
+
+@pytest.mark.parametrize("is_seen_before", [True, False])
+def test_a_term_that_begins_later_is_planned_for(
+    is_seen_before: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_seen_before:  # as where the loss goes by what nobody looks at
+        monkeypatch.setattr("anybatch.checking.switches.Switches.are_turned", lambda *_: False)
+    model, loss_fn, batch = layers(), Growing(), torch.randn(256, WIDTH)
+    loss_fn.epoch = 1
+    budget = anybatch.plan(model, loss_fn, batch, sgd(model), memory=2**40).smallest_bytes
+    loss_fn.epoch = 0
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
+    first = step(batch).plan
+    loss_fn.epoch = 1
+    with caplog.at_level(logging.INFO, "anybatch"):
+        if is_seen_before:
+            assert peak_of_call(step, batch) <= budget
+        assert step(batch).plan is not first
+    assert "runs other operations than those that were planned for" in caplog.text
+    assert peak_of_call(step, batch) <= budget
+
+
+def test_a_term_with_which_nothing_fits_says_so_before_it_is_run(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss_fn, batch = layers(), Growing(), torch.randn(256, WIDTH)
+    budget = smallest_of(model, loss_fn, batch)
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
+    step(batch)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss_fn.epoch = 1
+    with pytest.raises(anybatch.DoesNotFit) as raised:
+        step(batch)
+    assert raised.value.__context__ is None
+    assert all(map(torch.equal, model.parameters(), before))
+    assert step.updates == 1
+
+
+def test_a_number_that_changes_without_effect_keeps_the_plan() -> None:
+    model, batch = layers(), torch.randn(64, WIDTH)
+    phase = {"rate": 0.0}
+    step = anybatch.TrainStep(model, lambda m, x: (1 + phase["rate"]) * mean_square(m(x)), sgd(model), memory="1MiB")
+    first = step(batch).plan
+    for phase["rate"] in (0.1, 0.2, 0.3):
+        assert step(batch).plan is first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_samples_are_told_apart_in_little_room(dtype: torch.dtype) -> None:
+    leaf = torch.randn(1024, 256).mul_(9).to(dtype)
+    assert peak_of(lambda: _of_leaf(leaf, 1024), [leaf]) <= 1.25 * leaf.nbytes
