@@ -129,7 +129,7 @@ class Tape(SafeMode):
         """The same step with other operations, to be run again."""
         other = Tape()
         other.leaves, other.parameters, other.operations = self.leaves, self.parameters, operations
-        other.rewrites, other.until, other.trained = self.rewrites, self.until, self.trained
+        other.rewrites, other.until = self.rewrites, self.until
         return other
 
     def is_live(self, parameter: torch.Tensor) -> bool:
@@ -334,7 +334,7 @@ def replay(
         if slot in held:
             values[slot] = held[slot]
         elif slot not in tape.leaves:
-            values[slot] = parameter.detach().clone().requires_grad_(tape.is_live(parameter))
+            values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     done = Replay(values)
 
     def filled(one: Any) -> Any:
