@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch.checking.cuts import _of_leaf
 from diagonals import diagonals
+from planning_referee import peak_of
 
 
 class Centred(nn.Module):
@@ -172,3 +174,9 @@ def test_the_longest_of_two_parts_are_not_as_long(size: int) -> None:
         batch = {"x": torch.randn(48, 12, 6), "length": torch.randint(2, 13, (48,)), "y": torch.randint(4, (48,))}
         with pytest.raises(anybatch.NotSplittable):
             anybatch.backward(model, pooled_by_the_longest, batch, micro_batch_size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_samples_are_told_apart_in_little_room(dtype: torch.dtype) -> None:
+    leaf = torch.randn(1024, 256).mul_(9).to(dtype)
+    assert peak_of(lambda: _of_leaf(leaf, 1024), [leaf]) <= 1.25 * leaf.nbytes

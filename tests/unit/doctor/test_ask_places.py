@@ -15,6 +15,8 @@ LENGTH, WIDTH = 12, 8
 
 
 class Net(nn.Module):
+    pe: torch.Tensor
+
     def __init__(self, encode: Encode, table: tuple[int, ...] = (1, 50, WIDTH), first: bool = False) -> None:
         super().__init__()
         self.embedding, self.encode, self.first = nn.Embedding(10, WIDTH), encode, first
@@ -23,7 +25,7 @@ class Net(nn.Module):
         self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(WIDTH, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens.T if self.first else tokens)
+        x: torch.Tensor = self.embedding(tokens.T if self.first else tokens)
         x = self.head(self.encoder(self.encode(x, self.pe)))
         return x.transpose(0, 1) if self.first else x
 

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
-from anybatch.checking.cuts import _of_leaf
 from anybatch.planning.fingerprints import outgrown
 from memory_steps import WIDTH, Net, Tokens, peak_of_call, plan_of, sgd, smallest_of
-from planning_referee import peak_of
 
 ROWS = 8
 
@@ -318,9 +316,3 @@ def test_a_number_that_changes_without_effect_keeps_the_plan() -> None:
     first = step(batch).plan
     for phase["rate"] in (0.1, 0.2, 0.3):
         assert step(batch).plan is first
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_samples_are_told_apart_in_little_room(dtype: torch.dtype) -> None:
-    leaf = torch.randn(1024, 256).mul_(9).to(dtype)
-    assert peak_of(lambda: _of_leaf(leaf, 1024), [leaf]) <= 1.25 * leaf.nbytes

@@ -1,5 +1,6 @@
 """What tells the values of tensors, and of the weights of a net, from others, by a few of their entries."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,9 +28,15 @@ def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     for group in kinds.values():
         flat = torch.cat([some for _, some in group]).cpu().double()
         for (position, _), some in zip(group, flat.split([some.numel() for _, some in group]), strict=True):
-            weights = torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")
-            found[position] = found[position], float((some * weights).sum())
+            found[position] = found[position], float(some.dot(_weights(some.numel())))
     return found
+
+
+@functools.cache
+def _weights(count: int) -> torch.Tensor:
+    """By which entries are told from each other; at most of as many counts as a mark has entries."""
+    with torch.inference_mode(False):
+        return torch.linspace(1, 2, count, dtype=torch.float64, device="cpu")
 
 
 def some_of(tensor: torch.Tensor, most: int) -> torch.Tensor:

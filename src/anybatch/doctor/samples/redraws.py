@@ -28,13 +28,6 @@ class Watched:
         default_factory=list
     )  # cosines of what a step changed and what of it was there at the next
 
-    def read(self) -> torch.Tensor | None:
-        """The entries as they are; ``None`` where the weight is gone, or another one by now."""
-        weight = self.weight()
-        if weight is None or weight.shape != self.shape or not weight.is_cpu or weight.dtype != self.before.dtype:
-            return None
-        return weight.detach().as_strided(self.before.shape, (self.step,)).clone()
-
 
 class Redraws:
     """Looks before each step; only on a CPU, since each look would wait for another device."""
@@ -56,9 +49,12 @@ class Redraws:
                 entries = weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
                 self.optimizers[number] = Watched(weakref.ref(weight), entries, weight.shape, step)
             return
-        now = known.read() if len(known.drawn) < _MOST_DRAWN else None
-        if now is None:
+        weight = known.weight()
+        if weight is None or weight.shape != known.shape or len(known.drawn) >= _MOST_DRAWN:
             return
+        if not weight.is_cpu or weight.dtype != known.before.dtype:
+            return
+        now = weight.detach().as_strided(known.before.shape, (known.step,)).clone()
         before, after, known.after = known.before, known.after, None
         known.looks, known.before = known.looks + 1, now
         if after is not None and len(known.kept) < _MOST_DRAWN and (moved := after - before).any():
@@ -70,8 +66,11 @@ class Redraws:
     def look_after(self, number: int) -> None:
         """Is told that an optimizer has made a step that is measured."""
         known = self.optimizers.get(number)
-        if known is not None and len(known.kept) < _MOST_DRAWN:
-            known.after = known.read()
+        weight = None if known is None else known.weight()
+        if known is None or weight is None or weight.shape != known.shape or len(known.kept) >= _MOST_DRAWN:
+            return
+        if weight.is_cpu and weight.dtype == known.before.dtype:
+            known.after = weight.detach().as_strided(known.before.shape, (known.step,)).clone()
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
