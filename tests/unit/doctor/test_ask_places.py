@@ -68,6 +68,8 @@ def test_one_row_for_all_places_is_told(net: Net) -> None:
         Net(lambda x, pe: x + pe[: x.size(0)], table=(50, 1, WIDTH), first=True),
         Net(lambda x, pe: x + pe[0, 1]),  # of a kind
         Net(lambda x, pe: x + pe[3], table=(4, WIDTH)),  # of a level
+        Net(lambda x, pe: x + pe[0, 5] + pe[0, x.shape[1]]),  # of two levels
+        Net(lambda x, pe: torch.cat([x[:, i : i + 1] + pe[:, i] for i in range(x.shape[1])], 1)),  # one after the other
         Net(lambda x, pe: x + pe[0, 37]),  # of a time
         Net(lambda x, pe: torch.cat([pe[:, 12:13].expand(len(x), 1, -1), x], 1)),  # of a class
         Net(lambda x, pe: x + pe[torch.arange(x.shape[1])], table=(50, WIDTH)),

@@ -410,6 +410,9 @@ def test_targets_of_other_rows_than_those_that_were_picked_are_told(pick: Any, e
     assert answer(lambda: of_nodes(pick), "picked apart") == expected
 
 
+TABLE = nn.Parameter(torch.randn(16, 3))
+
+
 def of_marks(pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Only marked rows are to count."""
     net, x, marks = nn.Linear(4, 3), torch.randn(16, 4), torch.arange(16) % 3 // 2
@@ -428,6 +431,8 @@ def of_marks(pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None
         (lambda made, marks: made[marks.bool()], "no"),
         (lambda made, marks: made[marks.nonzero()[:, 0]], "no"),
         (lambda made, marks: made[:2][marks], "no"),  # a table of two
+        (lambda made, marks: made.t().index_select(1, marks), "no"),
+        (lambda made, marks: made + TABLE[marks], "no"),
         (lambda made, marks: made[torch.arange(16), marks], "no"),  # a class of each row
         (lambda made, marks: made[marks + 1], "no"),
         (lambda made, marks: made[torch.zeros(16, dtype=torch.long)], "no"),

@@ -115,6 +115,8 @@ def test_accum_tail_dropped_fires_without_a_loader_at_equal_distances() -> None:
     built = windows([4, 4, -2, 4, 4, -2, 4, 4, -2, 4, 4], loader=False)
     (one,) = findings(built, "ACCUM_TAIL_DROPPED")
     assert one.evidence == {"lost": 2, "of": 4, "times": 3}
+    assert one.severity == "info"
+    assert findings(windows([4, 4, -2, 4, 4, -2, 4, 4, -2, 4, 4, -1], loader=False), "ACCUM_TAIL_DROPPED")
     for counts in ([4, 4, -2, 4, 4, -2, 4, 4], [4, 4, -2, 4, -2, 4, 4, -2, 4], [4, 4, -2, 4, 4, -3, 4, 4, -2, 4, 4]):
         assert not findings(windows(counts, loader=False), "ACCUM_TAIL_DROPPED")
 

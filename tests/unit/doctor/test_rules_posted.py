@@ -61,9 +61,10 @@ def test_marks_as_rows_is_quiet_without_an_answer() -> None:
 
 
 def test_update_undone_fires_where_nothing_was_learned_and_nowhere_else() -> None:
-    run = replace(asked("undone", "yes"), loss=flat)
+    run = replace(asked("undone", "yes"), loss=flat, call=call(guess=2.31), steps=200)
     assert "after 9 of 10 steps" in fires(run.run(), "UPDATE_UNDONE", "error").message
     quiet(asked("undone", "yes").run(), "UPDATE_UNDONE")
+    quiet(replace(asked("undone", "yes"), loss=flat).run(), "UPDATE_UNDONE")  # where no guess is known
     quiet(replace(asked("undone", "no"), loss=flat).run(), "UPDATE_UNDONE")
 
 

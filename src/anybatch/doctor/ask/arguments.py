@@ -361,8 +361,11 @@ def of_indices(step: Step) -> Iterator[Probed]:
 def rows_of_marks(step: Step) -> Iterator[Probed]:
     """Whether rows are picked by zeros and ones, one for each row, as if they were numbers of rows."""
     for operation in step.used("__getitem__", "index_select"):
-        if len(operation.given) != 2 or operation.args[-1] != operation.given[1]:
+        is_of_rows = operation.name == "__getitem__" or 0 in (*operation.args[1:2], operation.kwargs.get("dim"))
+        if len(operation.given) != 2 or operation.given[1] not in (operation.args[-1], operation.kwargs.get("index")):
             continue  # by several indices, or places of more than the rows
+        if not is_of_rows or operation.given[0] in step.parameters:
+            continue  # a table that is looked up
         source, marks = (step.values[one].detach() for one in operation.given)
         if marks.dtype in (torch.int64, torch.int32) and marks.dim() == 1 and len(marks) == len(source) >= _MARKED:
             count = int(marks.sum())

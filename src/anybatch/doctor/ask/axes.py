@@ -284,30 +284,38 @@ def one_place(step: Step) -> Iterator[Probed]:
     ``pe[:, x.shape[1]]`` in the place of ``pe[:, :x.shape[1]]``: an encoding of a kind, a level or a time is named by
     another number.
     """
-    picked: dict[Slot, tuple[int, int]] = {}  # what is of one row of a table, with the number of the row and of all
+    picked: dict[Slot, tuple[Slot, int]] = {}  # what is of one row of a table, with the table and the number of the row
+    numbers: dict[Slot, set[int]] = {}  # of the rows that are picked of each table
+    found: list[tuple[Slot, Probed]] = []
     tables = step.leaves.keys() | step.parameters.keys()
     for operation in step.operations:
         given = operation.given
         if operation.name == "__getitem__" and len(given) == 1 and given[0] in tables:
             row = _row(operation.args[1], step.values[given[0]].shape)
-            picked |= dict.fromkeys(operation.outs, row) if row else {}
+            if row is not None:
+                picked |= dict.fromkeys(operation.outs, (given[0], row))
+                numbers.setdefault(given[0], set()).add(row)
         elif operation.kind in _MOVED and given and given[0] in picked:
             picked |= dict.fromkeys(operation.outs, picked[given[0]])
-        elif operation.kind in ("add", "add_") and len(given) == 2:
-            other, table = given if given[1] in picked else given[::-1]
-            index, count = picked.get(table, (0, 0))
-            entries, rows = step.values[other], step.values[table]
-            is_one = entries.dim() == 3 and rows.numel() == entries.shape[-1] == rows.shape[-1]
-            if is_one and index >= _LEAST_PLACES and index in (*entries.shape[:2], *(n - 1 for n in entries.shape[:2])):
-                yield said(operation, row=index, table=count, places=max(entries.shape[:2]))
+        elif operation.kind in ("add", "add_") and len(given) == 2 and picked.keys() & set(given):
+            other, row_of = given if given[1] in picked else given[::-1]
+            table, index = picked[row_of]
+            entries, rows = step.values[other], step.values[row_of]
+            shape = entries.shape[:2] if entries.dim() == 3 and rows.numel() == entries.shape[-1] else ()
+            is_named = index >= _LEAST_PLACES and index in (*shape, *(count - 1 for count in shape))
+            if is_named and min(shape) > 1 and rows.numel() == rows.shape[-1]:
+                count = max(step.values[table].shape[:-1])
+                found.append((table, said(operation, row=index, table=count, places=max(shape))))
+    # a level of a net, or a time, is picked of its table once for each
+    yield from (probed for table, probed in found if len(numbers[table]) == 1)
 
 
-def _row(index: Any, shape: torch.Size) -> tuple[int, int] | None:
-    """The number of the row that an index picks of a table, and how many there are, if it picks one."""
+def _row(index: Any, shape: torch.Size) -> int | None:
+    """The number of the row that an index picks of a table, if it picks one."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(type(one) is int or one == slice(None) for one in parts) or len(parts) > len(shape):
         return None
-    numbers = [(one, shape[at]) for at, one in enumerate(parts) if type(one) is int and shape[at] > 1]
+    numbers = [one for at, one in enumerate(parts) if type(one) is int and shape[at] > 1]
     return numbers[0] if len(numbers) == 1 else None
 
 

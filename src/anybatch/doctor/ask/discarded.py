@@ -1,7 +1,9 @@
 """What a script computes and throws away: a function that changes nothing in place, called as if it did."""
 
 import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.source import scope_at, scripts, walked
@@ -10,28 +12,33 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _FLIPS = frozenset({"flip", "fliplr", "flipud", "rot90"})
-_METHODS = _FLIPS | {
-    "abs", "astype", "clamp", "clip", "contiguous", "detach", "div", "dropna", "exp", "fillna", "flatten", "index_add",
-    "index_copy", "index_fill", "log_softmax", "masked_fill", "masked_scatter", "mul", "nan_to_num", "permute",
-    "relu", "reset_index", "reshape", "roll", "scatter", "scatter_add", "sigmoid", "softmax", "sort_values", "sqrt",
-    "squeeze", "swapaxes", "tanh", "transpose", "tril", "triu", "unsqueeze", "view", "where",
-}  # fmt: skip
-"""Of a tensor, an array or a table; none that a list, a set, a string, a path or a module has."""
+_ENTRYWISE = frozenset({"abs", "exp", "log", "sigmoid", "sqrt", "tanh"})  # of one argument; a second is for the result
+_ALONE = frozenset({"abs", "contiguous", "detach", "exp", "relu", "reset_index", "sigmoid", "sqrt", "tanh"})
+"""Methods of a tensor that take no arguments; those of other things, such as a net, do."""
 
-_FUNCTIONS = _METHODS | {
-    "append", "concatenate", "delete", "dropout", "expand_dims", "gelu", "insert", "leaky_relu", "log", "moveaxis",
-    "normalize", "pad", "permutation", "repeat", "tile",
+_ALONG = frozenset({"flip", "log_softmax", "roll", "softmax", "squeeze", "unsqueeze"})  # that take numbers of axes
+_METHODS = _FLIPS | _ALONE | _ALONG | {
+    "astype", "clamp", "clip", "div", "dropna", "fillna", "flatten", "index_add", "index_copy", "index_fill",
+    "masked_fill", "masked_scatter", "mul", "nan_to_num", "permute", "reshape", "scatter_add", "sort_values",
+    "swapaxes", "transpose", "tril", "triu",
+}  # fmt: skip
+"""Of a tensor, an array or a table; none that a list, a set, a string, a path, a figure or a module has."""
+
+_FUNCTIONS = _METHODS | _ENTRYWISE | {
+    "append", "concatenate", "delete", "dropout", "expand_dims", "gelu", "insert", "leaky_relu", "moveaxis",
+    "normalize", "pad", "permutation", "repeat", "tile", "where",
 }  # fmt: skip
 _OWNERS = frozenset({"F", "TF", "cv2", "functional", "np", "numpy", "random", "torch"})
 """What the functions of libraries are called on, which take first what they are said to change."""
 
 _IN_PLACE = (None, "out", "inplace", "dst")  # keywords that say where the result goes; ``None`` for those of a mapping
+_CELLS = re.compile(r"^# ?(%%|In\s?\[)", re.M)  # a notebook, in which the last line of a cell is shown
 
 
 def about_results(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a statement calls what gives a changed copy, and what it was called with is read afterwards."""
     for file, tree in scripts(run):
-        for name, call, line in thrown_away(tree):
+        for name, call, line in () if _CELLS.search(Path(file).read_text(encoding="utf-8")) else thrown_away(tree):
             yield told("unread field", Line(file, line), name=name, call=call, kind="result")
 
 
@@ -47,26 +54,53 @@ def thrown_away(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         >>> list(thrown_away(ast.parse("h.detach_()\\nnp.clip(x, 0, 1, out=x)\\nx.view(2)\\nnet(h)")))
         []
     """
-    for call in [one.value for one in walked(tree) if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]:
+    imported = {name for one in walked(tree) if isinstance(one, ast.Import | ast.ImportFrom) for name in _bound(one)}
+    for call in _statements(tree):
         found, function = _copied(call), _last(call.func)
-        if found is None:
+        if found is None or ast.unparse(found) in imported:
             continue
         scope, name, text = scope_at(tree, call.lineno), ast.unparse(found), ast.unparse(call)
-        if _is_read(scope, call, name) and (function != "detach" or _is_number(scope, name)):
+        if _is_read(scope, call, name) and _is_number(scope, name):
             is_of_numpy = function in _FLIPS and text.startswith(("np.", "numpy."))  # torch takes no negative strides
             yield name, f"{text}.copy()" if is_of_numpy else text, call.lineno
+
+
+def _bound(statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    yield from ((one.asname or one.name).partition(".")[0] for one in statement.names)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.Call]:
+    """Calls that are statements, without those that are tried, or repeated for their own sake."""
+    tried = {
+        id(one)
+        for block in walked(tree)
+        if isinstance(block, ast.Try | ast.With | ast.For | ast.While)
+        for one in block.body
+        if isinstance(block, ast.Try) or len(block.body) == 1
+    }
+    for one in walked(tree):
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and id(one) not in tried:
+            yield one.value
 
 
 def _copied(call: ast.Call) -> ast.expr | None:
     """What a call gives a changed copy of; ``None`` for a call that may change something."""
     if not isinstance(call.func, ast.Attribute) or any(one.arg in _IN_PLACE for one in call.keywords):
         return None
-    owner, name = call.func.value, call.func.attr
+    owner, name, given = call.func.value, call.func.attr, call.args
     if _last(owner) in _OWNERS:
-        given = call.args[0] if call.args and name in _FUNCTIONS else None
+        texts = [ast.unparse(one) for one in given]
+        has_place = texts[:1] and (texts[0] in texts[1:] or "True" in texts or (name == "clip" and len(given) > 3))
+        is_plain = name in _FUNCTIONS and not has_place and (name not in _ENTRYWISE or len(given) == 1)
+        copied = given[0] if given and is_plain else None
     else:
-        given = owner if name in _METHODS and _last(owner) not in ("self", "dist") else None
-    return given if isinstance(given, ast.Name | ast.Attribute | ast.Subscript) else None
+        is_plain = name in _METHODS and _last(owner) != "self" and not (name in _ALONE and (given or call.keywords))
+        axes = [*given, *(key.value for key in call.keywords)]
+        is_along = bool(axes) and all(
+            isinstance(one, ast.Constant | ast.UnaryOp | ast.Tuple | ast.List) for one in axes
+        )
+        copied = owner if is_plain and (name not in _ALONG or is_along) else None
+    return copied if isinstance(copied, ast.Name | ast.Attribute | ast.Subscript) else None
 
 
 def _last(node: ast.expr) -> str:

@@ -122,15 +122,17 @@ def accum_tail_dropped(run: Run) -> Iterator[Found]:
     for one, found, count in _accumulating(run):
         cleared = [(w, clear) for w in found if 0 < len(w.passes) - len(w.used) < count and (clear := _cleared(w))]
         bad = [(window, clear) for window, clear in cleared if _ends_before(window, clear)]
-        if not any(run.of(Epoch)) and _regular(found, [window for window, _ in cleared]):
+        is_guessed = not any(run.of(Epoch)) and _regular(_complete(found), [window for window, _ in cleared])
+        if is_guessed:  # it may be a measurement of gradients as well
             bad = cleared
         if not bad or sum(len(window.used) == count for window in found) < _ENOUGH:
             continue
         window, clear = bad[0]
         lost, back = len(window.passes) - len(window.used), window.passes[0].fact
         yield Found(
-            text=f"{counted(lost, 'backward')} at the end of an epoch {'is' if lost == 1 else 'are'} cleared"
-            f"{near(clear)} without a step ({counted(len(bad), 'time')}); a step uses {count}.",
+            text=f"{counted(lost, 'backward')}{'' if is_guessed else ' at the end of an epoch'} "
+            f"{'is' if lost == 1 else 'are'} cleared{near(clear)} without a step ({counted(len(bad), 'time')}); a step "
+            f"uses {count}.",
             fix=f"{one}.step(); {one}.zero_grad()  # once more, after the loop over the batches",
             cause=f"The number of batches is no multiple of {count}, and the rest gets no step.",
             since=clear,
@@ -138,6 +140,7 @@ def accum_tail_dropped(run: Run) -> Iterator[Found]:
             where=(clear.file or back.file, clear.line or back.line),
             optimizer=one.number,
             evidence={"lost": lost, "of": count, "times": len(bad)},
+            severity="info" if is_guessed else "",
         )
 
 

@@ -21,7 +21,7 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, learned_well, outcome
-from anybatch.records.events import Forward
+from anybatch.records.events import Forward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
@@ -34,6 +34,8 @@ _OWN = frozenset({"name", "severity", "explains", "slows", "to", "answer", "answ
 
 _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not learning": lambda run, probed: outcome(run).word != "learning",
+    "nothing learned": lambda run, probed: outcome(run).word == "not learning",
+    "one optimizer": lambda run, probed: len({one.optimizer for one in run.of(Stepped)}) == 1,
     "not well": lambda run, probed: not learned_well(run),
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),

@@ -402,7 +402,8 @@ def bn_momentum(
         names, (norm, value) = Names(qualified(run, root, name) for name, _ in found), found[0]
         what = f"only {1 - value:.2g} is kept at each batch"
         if value < most:
-            what = f"{_left(run, root, value):.0%} is still the 0 and 1 of the start, and the evaluation takes them"
+            what = f"{_left(run, root, value):.0%} is still what it was at the start (0 and 1, unless set by hand)"
+            what += ", and the evaluation takes it"
         yield Found(
             text=f"{names} {names:has|have} momentum={value:g}: of the running statistics {what}.",
             fix=f"{module_code(run, root, norm)}.momentum = {round(1 - value, 6) if value >= most else 0.1:g}",
