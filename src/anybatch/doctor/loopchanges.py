@@ -57,11 +57,13 @@ def _may_wait(step: LoopStep, statement: ast.stmt) -> bool:
     changed = [one for one in nodes_in(statement, ast.expr) if isinstance(getattr(one, "ctx", None), ast.Store)]
     if not all(isinstance(one, ast.Name | ast.Tuple) for one in changed):
         return False
-    if isinstance(statement, ast.AugAssign) and isinstance(
-        step.names.get(read([statement.target]).pop()), torch.Tensor
-    ):
+    if isinstance(statement, ast.AugAssign) and _is_tensor(step, statement.target):
         return False
     return all(called(one) in _HARMLESS for one in nodes_in(statement, ast.Call))
+
+
+def _is_tensor(step: LoopStep, node: ast.expr) -> bool:
+    return isinstance(value_of(step.source.of(node), step.names), torch.Tensor)
 
 
 def _call(statement: ast.stmt) -> ast.Call | None:

@@ -425,8 +425,14 @@ def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:
     for node, text in zip(parts, texts, strict=True):
         is_batch = _size(found[text]) == rows  # else such as a table of positions
         draws_again = texts.count(text) > 1 and any(nodes_in(node, ast.Call))
-        if is_sample or draws_again or not (step.batch or _size(found[text])) or (is_batch and _begins_alike(node)):
+        if is_sample or draws_again or not (step.batch or _size(found[text])):
             raise _nameless(step, node)
+        if is_batch and _begins_alike(node):
+            raise StepUnclear(
+                f"{step.where(node)} reads {text}, which has as many rows as the batch and begins at the same row in "
+                "each iteration; where it is no part of the batch, as a table of positions, give it a name before the "
+                f"loop, else one in the loop before the forward, as in: xs = {text}"
+            )
         if is_batch:
             values[text] = found[text]
     new = _Renamed(step.source, dict.fromkeys(values, ""))
