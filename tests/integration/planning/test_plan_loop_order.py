@@ -1,11 +1,13 @@
 """A changed loop trains what the original trained, or the loop is refused with what to do.
 
 How it could be silently wrong: a statement that stood between the backward and the step runs behind the step; gradients
-of another optimizer are cleared; micro-batches draw, or take out of a queue, once more; a value of the loop is an old one.
+of another optimizer are cleared; micro-batches draw, or take out of a queue, once more; a value of the loop is old.
 """
 
+import os
 import runpy
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+import forked_python
 from anybatch.doctor.loopsteps import StepUnclear
 from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
+from source_tree import PACKAGE
 
 BATCHES = "loader = [(inputs[i : i + 64], targets[i : i + 64]) for i in range(0, 256, 64)]\n"
 STEP = """
@@ -146,3 +150,35 @@ def test_where_a_split_is_refused_the_lines_say_what_was_planned(text: str, plan
     answer = found(text).with_change({"plan": dict(plan), "refusal": "why"}, {"memory": "4"})
     assert call in answer["change"], answer["trouble"]
     assert "memory=" not in answer["change"]
+
+
+OVER_TIME = """
+cells = nn.ModuleList([nn.GRU(8, 16, batch_first=True), nn.Linear(16, 1)]).float()
+
+
+def of_chunk(cells, chunk, state):
+    x, y = chunk
+    out, state = cells[0](x, state)
+    out = cells[1](out)
+    return (out - out.mean(0) - y).square().mean(), state  # by all samples
+
+
+import anybatch
+
+loss_fn = anybatch.OverTime(of_chunk, lambda cells, batch: torch.zeros(1, len(batch[0]), 16))
+optimizer = torch.optim.SGD(cells.parameters(), lr=0.01)
+step = anybatch.TrainStep(cells, loss_fn, optimizer, memory="400KiB")
+step((torch.randn(64, 40, 8), torch.randn(64, 40, 1)))
+"""
+
+
+def test_chunks_that_are_refused_have_no_plan_of_the_whole_batch() -> None:
+    Path("train.py").write_text(HEAD + OVER_TIME, encoding="utf-8")
+    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80"}
+    command = [sys.executable, "-c", code, "plan", "train.py", "--json", "plan.json"]
+    done = forked_python.run(command, Path.cwd(), values)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the step can't be split as planned: in micro-batches the gradient" in done.stderr
+    assert "plan of the whole batch" not in done.stdout
