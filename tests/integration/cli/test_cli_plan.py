@@ -404,8 +404,7 @@ SPLITS = CONTRASTIVE.replace(
 
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
 def test_what_its_step_would_not_split_is_planned_whole_and_says_why(folder: Path, form: list[str]) -> None:
-    for name in ("loop.py", "original.py"):
-        (folder / name).write_text(DEEP, encoding="utf-8")
+    (folder / "loop.py").write_text(DEEP, encoding="utf-8")
     done = run("loop.py", "--memory", "1300KiB", "--patch", "change.diff", *form)
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join((done.stderr if form else done.stdout).split())
@@ -415,9 +414,7 @@ def test_what_its_step_would_not_split_is_planned_whole_and_says_why(folder: Pat
     assert "anybatch.Coupled" in told
     assert "Configurations" not in told
     subprocess.run(["patch", "-p1", "-i", "change.diff"], check=True, capture_output=True)
-    assert 'plan=anybatch.Plan.load("plan.json")' in Path("loop.py").read_text(encoding="utf-8")  # no other split
-    made = done.stdout if form else run("original.py", "--memory", "1300KiB", "--json", "-").stdout
-    Path("plan.json").write_text(made, encoding="utf-8")
+    assert "TrainStep(model, loss_fn, optimizer)" in Path("loop.py").read_text(encoding="utf-8")  # it fits as it is
     again = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
 
