@@ -183,7 +183,7 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
 
 def _or_whole(call: interception.Call, question: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A plan; of the whole batch where the step refuses its micro-batches, as a step with ``memory=`` makes it."""
+    """A plan; of the whole batch where the step refuses its micro-batches, unless the loss is made in pieces."""
     from anybatch.loss.pieces import InPieces
 
     if not facts.get("refusal") or isinstance(call.loss_fn, InPieces):
@@ -212,7 +212,7 @@ def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str 
         "obstacle": _obstacle(made, call, options),
         "refusal": refusal or ("" if question.get("ranks") else _refusal(made, call, question)),
     }
-    return {"status": "planned", "plan": made.to_dict(), **facts}
+    return {"status": "planned", "plan": made.to_dict(), "is_whole": bool(refusal), **facts}
 
 
 def _refusal(made: Any, call: interception.Call, question: Mapping[str, Any]) -> str:

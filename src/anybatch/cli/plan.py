@@ -109,7 +109,8 @@ def plan_command(
 
     If the step refuses micro-batches, since their gradient would be another one, the plan is of the whole batch.
 
-    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script never reached a step.
+    Exit codes: 0 for a plan, 1 if nothing fits in the budget or OverTime refuses its chunks, 2 if the script never
+    reached a step.
     """
     _check_ranks(ranks, shard, output, patch)
     outputs = Outputs(json_path, page=output, force=force)
@@ -144,16 +145,19 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
 
     plan, notes, facts = Plan.from_dict(ending.facts["plan"]), _notes(ending), ending.facts
     refusal = facts.get("refusal", "")
+    is_refused = bool(refusal) and not facts["is_whole"]  # a loss in pieces has no plan of the whole batch
     use = _use_of(plan, question["memory"], question["batch_norm"], question["saved"], facts)
     steps = {name: Timeline.from_dict(one) for name, one in facts.get("steps", {}).items()}
 
     def show(console: Console) -> None:
         if refusal:
             show_choice(plan, Terminal(console), notes)
-            console.print(f"\nMicro-batches are refused: {refusal}", markup=False, soft_wrap=True)
+            if facts["is_whole"]:
+                console.print(f"\nMicro-batches are refused: {refusal}", markup=False, soft_wrap=True)
         else:
             show_plan(plan, console, notes)
-        _show_use(console, use, facts, patch)
+        if not is_refused:
+            _show_use(console, use, facts, patch)
 
     def to_patch() -> None:
         if patch is not None and facts.get("change"):
@@ -163,6 +167,8 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
         plan.to_dict(), show, lambda: plan_page(plan, Path(script).name, notes, steps),
         to_patch,
     )  # fmt: skip
+    if is_refused:
+        raise click.ClickException(f"the step can't be split as planned: {refusal}")
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -182,8 +188,10 @@ def _notes(ending: Ending) -> list[str]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if ending.facts.get("refusal"):
         notes.append(
-            "This is a plan of the whole batch, which a step with memory= runs, with a warning: it refuses "
-            "micro-batches, since they would not give the whole batch's gradient."
+            "This is a plan of the whole batch: micro-batches are refused, since they would not give the whole "
+            "batch's gradient."
+            if ending.facts["is_whole"]
+            else "The step refuses these micro-batches: they would not give the whole batch's gradient."
         )
     elif ending.facts.get("obstacle"):
         notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.")

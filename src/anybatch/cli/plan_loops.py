@@ -125,7 +125,7 @@ class FoundStep:
 
         others = [one for one in _optimizers(names) if one is not optimizer and _has_gradients(one)]
         self._step = step = step_at(file, line, names, [optimizer, *others])
-        self._update = update_of(step)
+        self._update = None if others else update_of(step)  # the gradients of others add up to a step of their own
         self._trouble = self._count = ""
         metrics: dict[str, str] = {}
         try:
@@ -161,7 +161,8 @@ class FoundStep:
         chosen = facts.get("plan", {}).get("chosen", {})
         is_split_only = not any(chosen.get(name) for name in ("recompute", "offload", "autocast"))
         is_split_only &= chosen.get("loss_chunks", 1) == 1
-        size = f"micro_batch_size={chosen.get('micro_batch_size', 1):g}" if not facts.get("obstacle") else ""
+        is_whole = bool(facts.get("obstacle")) or chosen.get("micro_batches") == 1
+        size = "" if is_whole else f"micro_batch_size={chosen.get('micro_batch_size', 1):g}"
         saved = json.dumps(question.get("saved") or "plan.json")
         plan = size if is_split_only else f"plan=anybatch.Plan.load({saved})"
         wish = question["memory"] if question["memory"] is not None else "free"
@@ -170,8 +171,11 @@ class FoundStep:
             try:
                 more = [f'batch_norm="{question["batch_norm"]}"'] if question.get("batch_norm") else []
                 more += [f"count={self._count}"] if self._count and not facts.get("refusal") else []
-                memory, plan = (", ".join(filter(None, [one, *more])) for one in (json.dumps(wish), plan))
-                edit = change_of(self._step, self._update, memory, plan)
+                budget = f"memory={json.dumps(wish)}"
+                if facts.get("refusal"):  # with a budget the step would look at the split again, and may see less of it
+                    budget = "" if _fits_whole(facts["plan"]) else f"plan=anybatch.Plan.load({saved})"
+                budget, plan = (", ".join(filter(None, [one, *more])) for one in (budget, plan))
+                edit = change_of(self._step, self._update, budget, plan)
                 diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
                 changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:
@@ -179,6 +183,12 @@ class FoundStep:
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
         return facts | changed | {"trouble": self._trouble, "found": at}
+
+
+def _fits_whole(plan: Mapping[str, Any]) -> bool:
+    """Whether the whole batch fits without memory optimizations."""
+    whole, budget = plan.get("whole_bytes"), plan.get("budget")
+    return whole is not None and budget is not None and whole <= budget
 
 
 _RARELY_LESS = 2**20

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.crashing.usercode import SCOPES, called
+from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, rows_of, stored, value_of
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
+_HARMLESS = ("print", "append", "item")
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
 
 
@@ -38,7 +39,8 @@ def update_of(step: LoopStep) -> Update | None:
     between = block[block.index(step.back) + 1 : block.index(steps[0])]
     optimizer = _receiver(step, steps[0])
     names = {text.partition(".")[0] for text in (*step.modules, optimizer)}
-    if any(one not in found and (read([one]) & names or ".grad" in step.source.of(one)) for one in between):
+    others = [one for one in between if one not in found]
+    if any(read([one]) & names or ".grad" in step.source.of(one) or not _may_wait(step, one) for one in others):
         return None
     updates = [one for one in step.source.calls(step.loops[0], "step") if _is_optimizer(step, one)]
     goes_back = step.source.calls(step.loops[0], "backward")
@@ -46,6 +48,22 @@ def update_of(step: LoopStep) -> Update | None:
         return None
     clips = [one for one, kind in found.items() if kind == "clip"]
     return Update(optimizer, list(found), _limit(step, clips[0]) if clips else "")
+
+
+def _may_wait(step: LoopStep, statement: ast.stmt) -> bool:
+    """Whether a statement between the backward and the step certainly does the same behind the step."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Pass):
+        return False
+    changed = [one for one in nodes_in(statement, ast.expr) if isinstance(getattr(one, "ctx", None), ast.Store)]
+    if not all(isinstance(one, ast.Name | ast.Tuple) for one in changed):
+        return False
+    if isinstance(statement, ast.AugAssign) and _is_tensor(step, statement.target):
+        return False
+    return all(called(one) in _HARMLESS for one in nodes_in(statement, ast.Call))
+
+
+def _is_tensor(step: LoopStep, node: ast.expr) -> bool:
+    return isinstance(value_of(step.source.of(node), step.names), torch.Tensor)
 
 
 def _call(statement: ast.stmt) -> ast.Call | None:
@@ -104,10 +122,10 @@ def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
     return home
 
 
-def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
+def change_of(step: LoopStep, update: Update | None, budget: str, plan: str) -> Edit:
     """The edit of a loop's file; without an ``Update`` the loop keeps its own, and calls ``anybatch.backward``.
 
-    ``memory`` is the text of ``memory=`` for a ``TrainStep``, ``plan`` are the arguments of ``anybatch.backward``.
+    ``budget`` are the arguments of a ``TrainStep`` that say how to split, ``plan`` those of ``anybatch.backward``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
@@ -118,9 +136,9 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
         size = f", {plan}" if plan else ""
         call = f"anybatch.backward({step.model_text}, {function}, {step.batch_text}{size}{scaler})"
     else:
-        options = [f"memory={memory}"] + ([f"clip_norm={update.clip}"] if update.clip else [])
+        options = [one for one in (budget, update.clip and f"clip_norm={update.clip}") if one]
         options += [f"scaler={step.scaler}"] if step.scaler else []
-        made = f"anybatch.TrainStep({step.model_text}, {function}, {update.optimizer}, {', '.join(options)})"
+        made = f"anybatch.TrainStep({step.model_text}, {', '.join([function, update.optimizer, *options])})"
         text += f"\n\n{stepper} = {made}"
         call = f"{stepper}({step.batch_text})"
     after = [
@@ -170,10 +188,27 @@ def _outside(step: LoopStep) -> set[str]:
     """Names of the forward that something else in the function reads."""
     scope = step.source.scope(step.back)
     inner = step.loops[0] if step.loops else scope
-    skipped = {id(one) for one in (*step.forward, step.back)}
-    elsewhere = [one for one in _statements(scope, skipped) if inner not in (one, *step.source.ancestors(one))]
     near = inputs_of(_from_here(step, inner))
-    return stored(step.forward) & (near | (read(_shallow(elsewhere)) - stored(_shallow(elsewhere))))
+    if isinstance(inner, LOOPS):
+        near |= inputs_of(inner.orelse) | inputs_of(_after(step, inner))
+    return stored(step.forward) & near
+
+
+def _after(step: LoopStep, loop: ast.stmt) -> list[ast.AST]:
+    """What may run in a function once a loop has ended, in this order."""
+    found, here = list[ast.AST](), loop
+    while True:
+        block = step.source.block(here)
+        found += block[block.index(here) + 1 :]
+        outer = next(one for one in step.source.ancestors(here) if isinstance(one, ast.stmt | ast.Module))
+        if isinstance(outer, SCOPES) or not isinstance(outer, ast.stmt):
+            return found
+        if isinstance(outer, LOOPS):
+            again = [outer.test] if isinstance(outer, ast.While) else []
+            found += [*again, *outer.orelse, *block[: block.index(here)]]
+        elif isinstance(outer, ast.Try):
+            found += [*outer.handlers, *outer.orelse, *outer.finalbody]
+        here = outer
 
 
 def _from_here(step: LoopStep, inner: ast.AST) -> list[ast.AST]:
@@ -224,6 +259,13 @@ def results_of(step: LoopStep) -> dict[str, str]:
         raise StepUnclear(
             f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}, as where "
             "training and evaluation share a loop; give the training a loop of its own"
+        )
+    scope = step.source.scope(step.back)
+    deleted = {one.id for one in nodes_in(scope, ast.Name) if isinstance(one.ctx, ast.Del)} & stored(step.forward)
+    if deleted:
+        raise StepUnclear(
+            f"{step.source.path} deletes {min(deleted)!r}, which exists within the loss function only once anybatch "
+            "takes the step; take it out of the del"
         )
     rows = rows_of(step.logical_batch)
     goes_on = len(step.source.calls(step.loops[-1] if step.loops else step.source.scope(step.back), "backward")) > 1

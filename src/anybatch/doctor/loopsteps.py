@@ -290,7 +290,23 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
             raise StepUnclear(
                 f"{step.where(leaving)} leaves the forward in its middle; put it before the forward or after the step"
             )
+    own = stored([*forward, step.loss])
+    for call in nodes_in([*forward, step.loss], ast.Call):
+        taken = _taken_from(call)
+        if taken and taken not in own:
+            raise StepUnclear(
+                f"{step.where(call)} takes something out of {taken!r} within the forward, as each micro-batch would "
+                "again; put it before the forward"
+            )
     return forward
+
+
+def _taken_from(call: ast.Call) -> str:
+    """What a call takes the next item out of; empty for another call, such as the ``get`` of a mapping."""
+    if isinstance(call.func, ast.Name) and call.func.id == "next" and call.args:
+        return _root(call.args[0])
+    takes = called(call) in ("pop", "popleft", "popitem", "__next__") or (called(call) == "get" and not call.args)
+    return _root(call.func) if takes and isinstance(call.func, ast.Attribute) else ""
 
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
@@ -333,6 +349,7 @@ def _find_batch(step: LoopStep) -> None:
     if parts := _taken_out(step, inside):
         given, inside = _given(step, {**step.names, **parts}), inside | parts.keys()
         step.batch = {name: value for name, value in given.items() if name in inside and _holds_samples(value)}
+        _check_others(step, given)
     if not step.batch:  # one batch, again and again
         data = {name: value for name, value in given.items() if _holds_samples(value)}
         longest = max((rows_of(value) for value in data.values()), default=0)
@@ -353,6 +370,19 @@ def _find_batch(step: LoopStep) -> None:
             f"the forward before {step.where(step.back)} gives {name!r} another value, so that what it began with is "
             f"gone; give the result another name. A state that goes on from batch to batch is for anybatch.OverTime"
         )
+
+
+def _check_others(step: LoopStep, given: Mapping[str, Any]) -> None:
+    """Refuses a batch that the forward takes out if something else that it reads may be a part of it."""
+    rows = rows_of(step.logical_batch)
+    if step.batch.keys() <= step.taken_out.keys():
+        for name, value in given.items():
+            if name not in step.batch and _holds_samples(value) and _size(value) == rows:
+                text = next(iter(step.taken_out.values()))
+                raise StepUnclear(
+                    f"the forward before {step.where(step.back)} reads all of {name!r}, with as many rows as {text}; "
+                    f"give the whole batch names in the loop, as in: xs, ys = {name}, {text}"
+                )
 
 
 def _given(step: LoopStep, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,16 +416,24 @@ def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:
     """What a forward takes out of all samples itself, as it would out of each micro-batch again, by a name for it."""
     nodes, values = [*step.forward, step.loss], dict[str, Any]()
     parts = list(_parts(step, nodes, inside))
-    found = {step.source.of(one): eval(f"({step.source.of(one)})", dict(step.names)) for one in parts}
+    texts = [step.source.of(one) for one in parts]
+    found = {text: _evaluated(step, node) for text, node in zip(texts, parts, strict=True)}
     rows = max(map(_size, step.batch.values() or found.values()), default=0)
-    for node in parts:
-        text = step.source.of(node)
-        if read([node.slice]) & _changed_before(step) or not (step.batch or _size(found[text])):
+    are_items = [_is_item(step, node) for node in parts]
+    sizes = {_size(found[text]) for text in texts}
+    is_sample = not step.batch and any(are_items) and (len(sizes) > 1 or all(map(_is_flat, found.values())))
+    for node, text in zip(parts, texts, strict=True):
+        is_batch = _size(found[text]) == rows  # else such as a table of positions
+        draws_again = texts.count(text) > 1 and any(nodes_in(node, ast.Call))
+        if is_sample or draws_again or not (step.batch or _size(found[text])):
+            raise _nameless(step, node)
+        if is_batch and _begins_alike(node):
             raise StepUnclear(
-                f"{step.where(node)} takes the batch out of {step.source.of(node.value)!r} within the forward; give it "
-                f"a name before, as in: xs = {text}"
+                f"{step.where(node)} reads {text}, which has as many rows as the batch and begins at the same row in "
+                "each iteration; where it is no part of the batch, as a table of positions, give it a name before the "
+                f"loop, else one in the loop before the forward, as in: xs = {text}"
             )
-        if _size(found[text]) == rows:  # else such as a table of positions
+        if is_batch:
             values[text] = found[text]
     new = _Renamed(step.source, dict.fromkeys(values, ""))
     used = set(step.modules) | {name for node in nodes for name in names_in(new.visit(copy.deepcopy(node)))}
@@ -406,6 +444,54 @@ def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:
         step.taken_out[name] = text
         used.add(name)
     return {name: values[text] for name, text in step.taken_out.items()}
+
+
+def _nameless(step: LoopStep, node: ast.Subscript) -> StepUnclear:
+    return StepUnclear(
+        f"{step.where(node)} takes the batch out of {step.source.of(node.value)!r} within the forward; give it "
+        f"a name before, as in: xs = {step.source.of(node)}"
+    )
+
+
+def _evaluated(step: LoopStep, node: ast.Subscript) -> Any:
+    """The value of a part, which has to be the same at the backward as it was before the forward."""
+    if read([node.slice]) & (_changed_before(step) | _own(step)):
+        raise _nameless(step, node)
+    return _value(step, node)
+
+
+def _value(step: LoopStep, node: ast.expr) -> Any:
+    try:
+        return eval(f"({step.source.of(node)})", dict(step.names))
+    except Exception as error:  # noqa: BLE001 - the user's code, in a place that it was not written for
+        raise StepUnclear(
+            f"{step.where(node)} reads {step.source.of(node)}, whose value is not known before the forward ({error}); "
+            "give it a name before"
+        ) from None
+
+
+def _own(step: LoopStep) -> set[str]:
+    """Names that the forward itself gives values."""
+    nodes = [*step.forward, step.loss]
+    return stored(nodes) | {one.arg for one in nodes_in(nodes, ast.arg)}
+
+
+def _is_item(step: LoopStep, node: ast.Subscript) -> bool:
+    """Whether an index is one number, as that of a sample, or of a batch in a tensor of batches."""
+    if isinstance(node.slice, ast.Slice | ast.Tuple):
+        return False
+    index = _value(step, node.slice)
+    return isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim())
+
+
+def _is_flat(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.dim() < 2
+
+
+def _begins_alike(node: ast.Subscript) -> bool:
+    """Whether a slice begins at the same row in each iteration, as one of a table of positions does."""
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+    return isinstance(first, ast.Slice) and (first.lower is None or isinstance(first.lower, ast.Constant))
 
 
 def _parts(step: LoopStep, nodes: Iterable[ast.AST], inside: Set[str]) -> Iterator[ast.Subscript]:
@@ -424,7 +510,7 @@ def _size(value: Any) -> int:
 def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> bool:
     """Whether an index takes other rows in each iteration out of something that stays."""
     parts = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
-    root, own = _root(node), stored(step.forward)
+    root, own = _root(node), _own(step)
     if (
         not isinstance(node.ctx, ast.Load)
         or root in (inside - {"self"}) | own
@@ -434,9 +520,12 @@ def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> boo
     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
     draws = any(called(one) in _DRAWS for one in nodes_in([first], ast.Call))
     indices = read([first]) & inside
-    if root not in step.names or not (draws or indices) or indices & (step.batch.keys() | own):
+    if root not in step.names or not (draws or indices) or indices & step.batch.keys():
         return False
-    whole = eval(f"({step.source.of(node.value)})", dict(step.names))
+    is_bounded_here = isinstance(first, ast.Slice) and bool(indices - own)  # as in ys[i:end]
+    if indices & own and not is_bounded_here:
+        return False
+    whole = _value(step, node.value)
     return _holds_samples(whole) or (isinstance(whole, list | tuple) and isinstance(first, ast.Slice))
 
 

@@ -1,0 +1,184 @@
+"""A changed loop trains what the original trained, or the loop is refused with what to do.
+
+How it could be silently wrong: a statement that stood between the backward and the step runs behind the step; gradients
+of another optimizer are cleared; micro-batches draw, or take out of a queue, once more; a value of the loop is old.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forked_python
+from anybatch.doctor.loopsteps import StepUnclear
+from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
+from source_tree import PACKAGE
+
+BATCHES = "loader = [(inputs[i : i + 64], targets[i : i + 64]) for i in range(0, 256, 64)]\n"
+STEP = """
+        optimizer.zero_grad()
+        out = model(x)
+        loss = (out - y).square().mean()
+        loss.backward()
+        {}
+        optimizer.step()
+"""
+
+
+def epochs(
+    between: str = "pass", *, before: str = "", first: str = "pass", behind: str = "", last: str = "pass"
+) -> str:
+    """Two epochs of a loop, with lines before it, in each epoch, and between the backward and the step."""
+    loop = STEP.replace("{}", between) + f"        {behind or 'pass'}"
+    return f"{BATCHES}{before}\nfor epoch in range(2):\n    {first}\n    for x, y in loader:{loop}\n    {last}\n"
+
+
+OTHER = """
+head = whole(nn.Linear(4, 4))
+model, optimizer.param_groups[0]["lr"] = nn.Sequential(model, head), 2**-24
+other = torch.optim.SGD(head.parameters(), 2**-24)
+"""
+IN_ORDER = {
+    "another optimizer steps once an epoch": epochs(before=OTHER, last="other.step(); other.zero_grad()"),
+    "a clip of a list": epochs(
+        "nn.utils.clip_grad_norm_(all_of_it, 0.5)", before="all_of_it = list(model.parameters())"
+    ),
+    "a function that clips": epochs("clip()", before="def clip():\n    model[0].weight.grad.clamp_(-1, 1)"),
+    "a schedule before the step": epochs(
+        "schedule.step()", before="schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
+    ),
+    "an alias of the learning rate": epochs("group['lr'] /= 2", before="group = optimizer.param_groups[0]"),
+    "a step that is left out": epochs("if loss < 50: continue"),
+    "a tensor that is changed": epochs("total += loss.item()", before="total = torch.zeros(1)"),
+}
+READ_LATER = {
+    "else of the loop": epochs().rstrip()[: -len("pass")] + "else:\n        seen.append(loss.item())\n",
+    "a value from before the loop": epochs(first="loss = torch.zeros(1)", last="seen.append(loss.item())"),
+    "a sum between the backward and the step": epochs("number = 1; seen.append(loss.item())"),
+}
+
+
+def run(text: str, name: str) -> dict[str, Any]:
+    Path(name).write_text(text, encoding="utf-8")
+    return runpy.run_path(name, run_name="__main__")
+
+
+def changed(text: str) -> str:
+    answer = found(text).with_change({"plan": {"chosen": {"micro_batch_size": 32}}}, {"memory": "free"})
+    assert not answer["trouble"]
+    subprocess.run(["patch", "-p1"], input=answer["change"], text=True, check=True, capture_output=True)
+    return Path("train.py").read_text(encoding="utf-8").replace('memory="free"', "micro_batch_size=32")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("name", [*IN_ORDER, *READ_LATER])
+def test_a_loop_with_an_order_of_its_own_trains_the_same(name: str) -> None:
+    text = {**IN_ORDER, **READ_LATER}[name]
+    before, after_text = run(HEAD + text, "original.py"), changed(text)
+    assert ("anybatch.TrainStep(" in after_text) == (name in READ_LATER)
+    after = run(after_text, "after.py")
+    for old, new in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        torch.testing.assert_close(old, new, rtol=1e-9, atol=1e-9)
+    assert before["seen"] == pytest.approx(after["seen"], rel=1e-6)
+    assert bool(after["seen"]) == (name in READ_LATER)
+
+
+ROWS = """
+table = torch.stack([targets, targets])
+positions, i = torch.zeros(300, 8).double(), 0
+for i in range(0, 2):
+    {}
+    optimizer.zero_grad()
+    ({}).backward()
+    optimizer.step()
+"""
+DRAW = "inputs[torch.randint(0, 256, (64,))]"
+REFUSED = {
+    "two draws": ("pass", f"(model({DRAW}) - model({DRAW})).square().mean()", "give it a name before, as in: xs"),
+    "two draws beside a batch": (
+        "pass", f"(model(inputs[i : i + 64]) - model({DRAW}) - model({DRAW})).mean()", "give it a name before"),
+    "inputs that stay whole": ("pass", "(model(inputs) - table[i]).square().mean()", "reads all of 'inputs'"),
+    "a bound of the forward": (
+        "out = model(inputs[i : i + 64]); end = i + 64", "(out - targets[i:end]).mean()", "give it a name before"),
+    "positions": (
+        "n = 64", "(model(inputs[i : i + 64] + positions[:n])).mean()", "as a table of positions"),
+    "a single sample": ("pass", "(model(inputs[i]) - targets[i]).square().mean()", "give it a name before"),
+    "an iterator": (
+        "pass", "(model(inputs[i : i + 64]) * next(iter(loader))[1][:64]).mean() + next(others)", "put it before"),
+    "a queue": ("pass", "model(inputs[i : i + 64]).mean() + queue.popleft()", "'queue' within the forward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_micro_batch_would_do_again_or_not_take_is_refused(name: str) -> None:
+    before, loss, said = REFUSED[name]
+    more = "from collections import deque\nqueue, others = deque([1.0, 2.0]), iter([1.0, 2.0])\n"
+    with pytest.raises(StepUnclear, match=said):
+        found(more + ROWS.format(before, loss))
+
+
+def test_indices_of_a_comprehension_in_the_loss_are_the_batch() -> None:
+    text = ROWS.format("rows = torch.arange(64) + i", "model(torch.stack([inputs[k] for k in rows])).square().mean()")
+    assert list(found(text)._step.batch) == ["rows"]
+
+
+def test_a_name_of_the_forward_that_the_loop_deletes_is_refused() -> None:
+    answer = found(epochs(behind="del out, loss")).with_change({}, {"memory": None})
+    assert "deletes 'loss'" in answer["trouble"]
+    assert not answer["change"]
+
+
+WHOLE = {"chosen": {"micro_batch_size": 64, "micro_batches": 1}, "whole_bytes": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "plan", "call"),
+    [
+        (epochs(), WHOLE | {"budget": 9}, "TrainStep(model, loss_fn, optimizer)"),
+        (epochs(), WHOLE | {"budget": 4}, 'TrainStep(model, loss_fn, optimizer, plan=anybatch.Plan.load("plan.json"))'),
+        (epochs("print()"), WHOLE | {"budget": 9}, 'TrainStep(model, loss_fn, optimizer)'),
+        (epochs("abs(1)"), WHOLE | {"budget": 9}, "anybatch.backward(model, loss_fn, (x, y))"),
+    ],
+)  # fmt: skip
+def test_where_a_split_is_refused_the_lines_say_what_was_planned(text: str, plan: Mapping[str, Any], call: str) -> None:
+    answer = found(text).with_change({"plan": dict(plan), "refusal": "why"}, {"memory": "4"})
+    assert call in answer["change"], answer["trouble"]
+    assert "memory=" not in answer["change"]
+
+
+OVER_TIME = """
+cells = nn.ModuleList([nn.GRU(8, 16, batch_first=True), nn.Linear(16, 1)]).float()
+
+
+def of_chunk(cells, chunk, state):
+    x, y = chunk
+    out, state = cells[0](x, state)
+    out = cells[1](out)
+    return (out - out.mean(0) - y).square().mean(), state  # by all samples
+
+
+import anybatch
+
+loss_fn = anybatch.OverTime(of_chunk, lambda cells, batch: torch.zeros(1, len(batch[0]), 16))
+optimizer = torch.optim.SGD(cells.parameters(), lr=0.01)
+step = anybatch.TrainStep(cells, loss_fn, optimizer, memory="400KiB")
+step((torch.randn(64, 40, 8), torch.randn(64, 40, 1)))
+"""
+
+
+def test_chunks_that_are_refused_have_no_plan_of_the_whole_batch() -> None:
+    Path("train.py").write_text(HEAD + OVER_TIME, encoding="utf-8")
+    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80"}
+    command = [sys.executable, "-c", code, "plan", "train.py", "--json", "plan.json"]
+    done = forked_python.run(command, Path.cwd(), values)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the step can't be split as planned: in micro-batches the gradient" in done.stderr
+    assert "plan of the whole batch" not in done.stdout
