@@ -151,6 +151,14 @@ class Gradient(Engine):
             BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
         """
         self._intercept(batch)
+        try:
+            return self._once(batch)
+        except NotSplittable as error:
+            refusal = error
+        return self._run_whole(refusal, lambda: self._once(batch))  # whose own refusal goes on
+
+    def _once(self, batch: Any) -> StepResult:
+        """Adds the gradient of a logical batch to ``.grad``, in parts unless the plan is that it runs whole."""
         self._follow_model()
         parameters, reducer, batch_norm = self._parameters(), self._settings.reducer, self._options.batch_norm
         with reducer.call("backward", parameters, adds=True, settings=self._alike):
@@ -159,11 +167,8 @@ class Gradient(Engine):
             self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
             if is_of_part and batch_norm == "refuse":
                 refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
-            try:
-                with self._planned(splittable):
-                    result = self._run(task, parameters)
-            except NotSplittable as refusal:
-                return self._run_whole(refusal, lambda: Gradient.__call__(self, batch))
+            with self._planned(splittable):
+                result = self._run(task, parameters)
         self._limit.resolve(splittable.largest)
         result.plan = None if self._follower is None else self._follower.plan
         return result

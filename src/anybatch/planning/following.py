@@ -258,10 +258,12 @@ class Follower:
         try:
             self._first = planner.plan(budget)
         except DoesNotFit as error:
-            if self.refusal is not None:
-                self.refusal.add_note(f"The whole batch does not fit: {error}")
-                raise self.refusal from None
-            raise
+            refusal, self.refusal = self.refusal, None
+            if refusal is None:
+                raise
+            self._is_whole = False  # a next batch may fit
+            refusal.add_note(f"The whole batch does not fit: {error}")
+            raise refusal from None
         self.refusal = None
         if is_accelerator(subject.settings.device):
             release_cache()  # what the planner measured left blocks of other sizes
