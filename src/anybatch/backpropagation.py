@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.batch.batches import Part
+from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.engine import Engine
@@ -144,6 +144,10 @@ class Gradient(Engine):
     joined = 1
     """Logical batches that a trainer joins to one, of which each call gets one."""
 
+    def __init__(self, options: Options, proofs: Proofs, **more: Any) -> None:
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, while a plan is made
+        super().__init__(options, proofs, **more)
+
     def __call__(self, batch: Any) -> StepResult:
         """Adds the gradient of a logical batch to ``.grad``.
 
@@ -218,9 +222,23 @@ class Gradient(Engine):
         inputs = self._options.inputs
         return parameters_of(self.model, self.loss_fn) if inputs is None else list(inputs)
 
+    @contextlib.contextmanager
+    def _planned(self, splittable: Splittable) -> Iterator[None]:
+        """A context that applies the plan for this batch, made without the gradients that were there, which stay."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(super()._planned(splittable))
+            finally:
+                while self._aside:
+                    parameter, gradient = self._aside.pop()
+                    parameter.grad = gradient
+            yield
+
     def _clear(self) -> None:
         for parameter in self._parameters():
-            parameter.grad = None
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _alike(self) -> dict[str, str]:
         """Settings that have to be equal on all ranks."""

@@ -114,6 +114,7 @@ class Planner:
             self._begin(self._search.base_of(row))
             return self._search.traced(row)[0].needed_bytes <= self._usable
 
+        self._may_try = False
         try:
             return self._stable(found)
         except (AnyBatchError, TooLarge):
