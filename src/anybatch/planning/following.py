@@ -11,7 +11,9 @@ from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, relea
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
+from anybatch.loss.coupling import Coupled
 from anybatch.loss.pieces import InPieces
+from anybatch.loss.sequence import OverTime
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.offloading import HostPool
 from anybatch.parallel.devices import Devices
@@ -86,6 +88,7 @@ class Follower:
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
+        self.on_plan: Callable[[], None] | None = None  # is called when a plan was made
         self._subject_of = subject_of
         self._memory = memory
         self._planner: Planner | None = None
@@ -263,10 +266,10 @@ class Follower:
         self._is_whole = True
         self.refusal, self.plan, self._first, self._planner, self._made = refusal, None, None, None, []
 
-    def _make(self, subject: Subject) -> None:
+    def _make(self, subject: Subject, beside: int = 0) -> None:
         budget, planner = self._budget_of(subject), self._planner_of(subject)
         try:
-            self._first = planner.plan(budget)
+            self._first = planner.plan(budget - beside)
         except DoesNotFit as error:
             refusal, self.refusal = self.refusal, None
             if refusal is None:
@@ -287,6 +290,8 @@ class Follower:
         self._cover(frozenset(trained_in(subject)), subject)
         self._confirmed = 0
         self._take(self._first)
+        if self.on_plan is not None:
+            self.on_plan()
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
@@ -335,8 +340,25 @@ class Follower:
                 return
             logger.info("planning again: the step runs other operations than those that were planned for")
             self._made = []
-            self._make(subject)
+            self._make_for_larger(subject)
         self._hand_over(subject)
+
+    def _make_for_larger(self, subject: Subject) -> None:
+        """Plans so that larger batches, of other operations, find the plan enough, if there is one that leaves room.
+
+        Else phases of both kinds that come in turn would have each other's plan made again without end.
+        """
+        rows, most = subject.splittable.rows, self._rows
+        is_plain = not isinstance(subject.loss_fn, (Coupled, OverTime))  # of which samples keep nothing but the batch
+        if rows < most and is_plain and not subject.splittable.is_collated:
+            try:
+                self._make(subject, beside=subject.batch_bytes * (most - rows) // rows)
+            except DoesNotFit:
+                pass
+            else:
+                self._rows = most
+                return
+        self._make(subject)
 
     @property
     def is_on_first_plan(self) -> bool:

@@ -364,3 +364,25 @@ def test_a_number_that_changes_without_effect_keeps_the_plan() -> None:
     first = step(batch).plan
     for phase["rate"] in (0.1, 0.2, 0.3):
         assert step(batch).plan is first
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_phases_of_other_operations_that_come_in_turn_keep_within_the_budget(
+    is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Larger batches of the plain phase have a plan made in which the other one does not fit."""
+    model, loss_fn = layers(), Growing()
+    budget = 2**18 if is_whole else 3 * 2**15
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
+    caplog.set_level(logging.INFO, "anybatch")
+    for number in range(12):
+        loss_fn.epoch = int(number % 4 == 3)
+        batch = torch.randn(96 if number < 4 or loss_fn.epoch else 96 + 12 * min(number, 8), WIDTH)
+        assert peak_of_call(step, batch) <= budget, number
+        if number < 4:
+            assert (plan_of(step).chosen.micro_batches == 1) == (is_whole and number < 3)
+    caplog.clear()
+    for number in range(8):
+        loss_fn.epoch = number % 2
+        assert peak_of_call(step, torch.randn(96 if loss_fn.epoch else 192, WIDTH)) <= budget
+    assert "planning again" not in caplog.text
