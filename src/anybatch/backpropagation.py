@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.batch.batches import Part
+from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.engine import Engine
@@ -144,6 +144,10 @@ class Gradient(Engine):
     joined = 1
     """Logical batches that a trainer joins to one, of which each call gets one."""
 
+    def __init__(self, options: Options, proofs: Proofs, **more: Any) -> None:
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, while a plan is made
+        super().__init__(options, proofs, **more)
+
     def __call__(self, batch: Any) -> StepResult:
         """Adds the gradient of a logical batch to ``.grad``.
 
@@ -151,6 +155,14 @@ class Gradient(Engine):
             BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
         """
         self._intercept(batch)
+        try:
+            return self._once(batch)
+        except NotSplittable as error:
+            refusal = error
+        return self._run_whole(refusal, lambda: self._once(batch))  # whose own refusal goes on
+
+    def _once(self, batch: Any) -> StepResult:
+        """Adds the gradient of a logical batch to ``.grad``, in parts unless the plan is that it runs whole."""
         self._follow_model()
         parameters, reducer, batch_norm = self._parameters(), self._settings.reducer, self._options.batch_norm
         with reducer.call("backward", parameters, adds=True, settings=self._alike):
@@ -159,11 +171,8 @@ class Gradient(Engine):
             self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
             if is_of_part and batch_norm == "refuse":
                 refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
-            try:
-                with self._planned(splittable):
-                    result = self._run(task, parameters)
-            except NotSplittable as refusal:
-                return self._run_whole(refusal, lambda: Gradient.__call__(self, batch))
+            with self._planned(splittable):
+                result = self._run(task, parameters)
         self._limit.resolve(splittable.largest)
         result.plan = None if self._follower is None else self._follower.plan
         return result
@@ -213,9 +222,23 @@ class Gradient(Engine):
         inputs = self._options.inputs
         return parameters_of(self.model, self.loss_fn) if inputs is None else list(inputs)
 
+    @contextlib.contextmanager
+    def _planned(self, splittable: Splittable) -> Iterator[None]:
+        """A context that applies the plan for this batch, made without the gradients that were there, which stay."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(super()._planned(splittable))
+            finally:
+                while self._aside:
+                    parameter, gradient = self._aside.pop()
+                    parameter.grad = gradient
+            yield
+
     def _clear(self) -> None:
         for parameter in self._parameters():
-            parameter.grad = None
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _alike(self) -> dict[str, str]:
         """Settings that have to be equal on all ranks."""

@@ -49,6 +49,8 @@ class Engine:
         self._devices: list[torch.device] | None = None  # of the model; looked for where it is asked for
         planned = options.memory is not None or options.plan is not None
         self._follower = self._following() if planned else None
+        if self._follower is not None:
+            self._follower.on_plan = proofs.forget_operations
         self._limit = SizeLimit(options.micro_batch_size) if self._follower is None else self._follower.limit
 
     def _following(self) -> "AnyFollower":

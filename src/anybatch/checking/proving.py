@@ -79,6 +79,7 @@ class Proofs:
         self.latest: Proof | None = None
         self._layouts = defaultdict[Hashable, _Layout](_Layout)
         self._last = _Layout()  # of the batch that was proved last
+        self._whole = _Layout()  # of all that are not split
         self._switches: Switches | None = None  # as long as nothing was proved
         self._operations: set[int] = set()  # of the losses so far
         self._apart = 0  # the micro-batch that is to be compared with the first one; 0 for none
@@ -107,7 +108,11 @@ class Proofs:
         reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
-        if trial.get() or not (splits or reducer.is_sharded):
+        if trial.get():
+            return task, None
+        if not (splits or reducer.is_sharded):
+            if task.is_planned and self.verify != "off":
+                self._see_whole(task)  # under a plan that may not be enough for other operations
             return task, None
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         own = self._layouts[(key, len(parts) > 1, cuts_time) if cuts_time else key]
@@ -118,7 +123,8 @@ class Proofs:
         known = own.known
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (own.batches < _EACH or not own.batches % _AGAIN):
-            task.on_loss = functools.partial(self._saw, own, (not holds, reducer.is_shared, task.splittable.noted))
+            is_known = not holds or not self._operations
+            task.on_loss = functools.partial(self._saw, own, (is_known, reducer.is_shared, task.splittable.noted))
         if task.splittable.collate is not None:
             # A planner collates samples of its batch, too, outside of an attempt: there nobody looks on.
             task = replace(task, splittable=copy.copy(task.splittable))
@@ -152,6 +158,27 @@ class Proofs:
             self.latest = self._kept(own, proof) if splits else proof
             own.unseen = elsewhere.even(split.task.splittable)
             self._watch(own, split.task, begins=True)
+
+    def _see_whole(self, task: Task) -> None:
+        """Has the plan of a batch that is not split looked at again where its loss is of other operations."""
+        own, is_shared = self._whole, task.settings.reducer.is_shared
+        own.batches += 1
+        if self._switches is None:
+            from anybatch.checking.switches import Switches
+
+            self._switches = Switches()
+            self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
+        elif self._switches.are_turned(task.model, task.loss_fn, task.splittable.nodes(0)) and not is_shared:
+            raise Unproved
+        if own.batches < _EACH or not own.batches % _AGAIN:
+            known_as = (not self._operations, is_shared, task.splittable.noted)
+            task.on_loss = functools.partial(self._saw, own, known_as)
+
+    def forget_operations(self) -> None:
+        """Looks once more at each phase of a loss, since a plan was made in one of them."""
+        self._operations.clear()
+        if self._switches is not None:
+            self._switches.forget()
 
     def _saw(
         self, own: _Layout, known_as: tuple[bool, bool, Writes | None], name: str, loss: Any, index: int = 0

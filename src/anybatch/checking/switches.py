@@ -41,6 +41,10 @@ class Switches:
         with contextlib.suppress(Exception):  # what the user's objects raise when they are looked at ends no step
             self._latest = _values(model, loss_fn, nodes)
 
+    def forget(self) -> None:
+        """Counts changes from the first one again."""
+        self._changes.clear()
+
     def are_turned(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> bool:
         """Whether a value is another than the last time, as often as its changes are a power of two.
 

@@ -11,7 +11,9 @@ from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, relea
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
+from anybatch.loss.coupling import Coupled
 from anybatch.loss.pieces import InPieces
+from anybatch.loss.sequence import OverTime
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.offloading import HostPool
 from anybatch.parallel.devices import Devices
@@ -86,20 +88,23 @@ class Follower:
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
+        self.on_plan: Callable[[], None] | None = None  # is called when a plan was made
         self._subject_of = subject_of
         self._memory = memory
         self._planner: Planner | None = None
         self._first = plan
         self._is_checked = self._is_varied = False  # varied: the plan is for a window of batches of several shapes
         self._rows = plan.samples if plan is not None else 0
-        self._trained = 0  # bytes of the parameters that get a gradient and state of an optimizer
+        self._trained: list[int] = []  # ids of the parameters that were trained in the last batch
+        self._covered = frozenset[int]()  # those that the plan in force was made for
         self._confirmed = 0
         self._subject: Subject | None = None  # the step for the logical batch that is there
         self._is_whole = False  # whether batches run whole from now on
         self._pool = HostPool()
         self.has_split = False  # whether a batch went through in micro-batches, so that a refusal comes too late for it
         self.refusal: NotSplittable | None = None  # of a split, because of which the batch is to run again, whole
-        self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
+        # Batches of many short samples and of few long ones may come in turn, and phases that train other parameters.
+        self._made: list[tuple[Plan, frozenset[int]]] = []
         self.plan = plan  # in force; ``None`` before the first batch
         self.limit = PlannedLimit(self)
         if plan is not None:
@@ -138,33 +143,40 @@ class Follower:
             return
         if self._memory is None:
             logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
-            self._rows, self._trained = max(self._rows, rows), _trained_bytes(subject)
+            self._rows = max(self._rows, rows)
+            self._cover(self._covered.union(trained_in(subject)), subject)
             return
         found = None if self.plan is None else self._made_for(subject)
         if found is not None:
-            self._return_to(found, subject)
+            self._return_to(*found, subject)
             return
         if self.plan is not None:
             logger.info("planning again: %s", reason)
         clear()
         self._make(subject)
 
-    def _made_for(self, subject: Subject) -> Plan | None:
-        """The latest plan that was made for a batch at least as large as this one in everything.
+    def _cover(self, trained: frozenset[int], subject: Subject) -> None:
+        self._covered, self._trained = trained, trained_in(subject)
+
+    def _made_for(self, subject: Subject) -> tuple[Plan, frozenset[int]] | None:
+        """The latest plan that was made for a batch at least as large as this one in everything, and what it trains.
 
         Of raw samples nobody knows before they are collated, and of a window of several shapes which are large.
         """
         if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
             return None
-        rows, here = subject.splittable.rows, shapes_of(subject)
-        good = (one for one in reversed(self._made) if rows <= one.samples and not outgrown(dict(one.shapes), here))
-        return next(good, None)
+        rows, here, trained = subject.splittable.rows, shapes_of(subject), trained_in(subject)
+        for plan, covered in reversed(self._made):
+            if rows <= plan.samples and covered.issuperset(trained) and not outgrown(dict(plan.shapes), here):
+                return plan, covered
+        return None
 
-    def _return_to(self, plan: Plan, subject: Subject) -> None:
+    def _return_to(self, plan: Plan, covered: frozenset[int], subject: Subject) -> None:
         """Takes a plan that was made for a batch like this one."""
         subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
         self._planner = self._planner_of(subject, self._budget_of(subject))
         self._first, self._rows = plan, plan.samples
+        self._cover(covered, subject)
         self._take(plan)
 
     def _planner_of(self, subject: Subject, budget: int = 0) -> Planner:
@@ -197,7 +209,8 @@ class Follower:
             found["optimizer"] = plan.fingerprint.get("optimizer", "")
         # A plan for one device holds on each of several, but for what it takes to sum over them.
         plan.check_fingerprint({"devices": "1", **found})
-        self._is_checked, self._trained = True, _trained_bytes(subject)
+        self._is_checked = True
+        self._cover(frozenset(trained_in(subject)), subject)
         if self._memory is None:
             return
         budget = self._budget_of(subject)
@@ -222,10 +235,10 @@ class Follower:
         splittable = subject.splittable
         if self.plan is None:
             return "there is no plan yet"
-        if (trained := _trained_bytes(subject)) > self._trained:
-            self._made = []  # none of them has room for more gradients and state
-            more = format_bytes(trained - self._trained)
-            return f"{more} of parameters are trained that were not when it was made"
+        if (trained := trained_in(subject)) != self._trained:
+            if more := len(self._covered.union(trained)) - len(self._covered):
+                return f"{more} {'parameter is' if more == 1 else 'parameters are'} trained that it was not made for"
+            self._trained = trained
         if splittable.rows > self._rows:
             return f"the batch has {splittable.rows} samples, the plan is for {self._rows}"
         if splittable.is_collated:
@@ -253,27 +266,32 @@ class Follower:
         self._is_whole = True
         self.refusal, self.plan, self._first, self._planner, self._made = refusal, None, None, None, []
 
-    def _make(self, subject: Subject) -> None:
+    def _make(self, subject: Subject, beside: int = 0) -> None:
         budget, planner = self._budget_of(subject), self._planner_of(subject)
         try:
-            self._first = planner.plan(budget)
+            self._first = planner.plan(budget - beside)
         except DoesNotFit as error:
-            if self.refusal is not None:
-                self.refusal.add_note(f"The whole batch does not fit: {error}")
-                raise self.refusal from None
-            raise
+            refusal, self.refusal = self.refusal, None
+            if refusal is None:
+                raise
+            self._is_whole = False  # a next batch may fit
+            refusal.add_note(f"The whole batch does not fit: {error}")
+            raise refusal from None
         self.refusal = None
         if is_accelerator(subject.settings.device):
             release_cache()  # what the planner measured left blocks of other sizes
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
         if not self._is_varied:
-            self._made = [*self._made[1 - _MOST :], self._first]
+            self._made = [*self._made[1 - _MOST :], (self._first, frozenset(trained_in(subject)))]
         rows = subject.splittable.rows
         self._rows = max(self._rows, rows) if subject.splittable.is_collated else rows
-        self._is_checked, self._trained = True, _trained_bytes(subject)
+        self._is_checked = True
+        self._cover(frozenset(trained_in(subject)), subject)
         self._confirmed = 0
         self._take(self._first)
+        if self.on_plan is not None:
+            self.on_plan()
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
@@ -316,13 +334,31 @@ class Follower:
         if subject is None or plan is None or self._memory is None or self.limit.value != plan.micro_batch_size:
             return  # nobody planned sizes that were halved
         with _apart(subject):
+            subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
             planner = self._planner_of(subject, self._budget_of(subject))
             if planner.fits(plan.chosen):
                 return
             logger.info("planning again: the step runs other operations than those that were planned for")
             self._made = []
-            self._make(subject)
+            self._make_for_larger(subject)
         self._hand_over(subject)
+
+    def _make_for_larger(self, subject: Subject) -> None:
+        """Plans so that larger batches, of other operations, find the plan enough, if there is one that leaves room.
+
+        Else phases of both kinds that come in turn would have each other's plan made again without end.
+        """
+        rows, most = subject.splittable.rows, self._rows
+        is_plain = not isinstance(subject.loss_fn, (Coupled, OverTime))  # of which samples keep nothing but the batch
+        if rows < most and is_plain and not subject.splittable.is_collated:
+            try:
+                self._make(subject, beside=subject.batch_bytes * (most - rows) // rows)
+            except DoesNotFit:
+                pass
+            else:
+                self._rows = most
+                return
+        self._make(subject)
 
     @property
     def is_on_first_plan(self) -> bool:
@@ -413,14 +449,14 @@ def _apart(subject: Subject) -> Iterator[None]:
         yield
 
 
-def _trained_bytes(subject: Subject) -> int:
-    """The bytes of the parameters that an optimizer steps, in each step, so without a call for each of them."""
-    found = 0
-    for optimizer in subject.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    found += parameter.nbytes
+def trained_in(subject: Subject) -> list[int]:
+    """The ids of the parameters that a step trains, in each step, so without a call for each of them."""
+    groups = [group["params"] for optimizer in subject.optimizers for group in optimizer.param_groups]
+    found = []
+    for parameters in groups or [subject.parameters]:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                found.append(id(parameter))
     return found
 
 

@@ -111,6 +111,7 @@ class Observing:
         self._seen: Seen | None = None
         self._quiet = 0
         self._subject: Subject | None = None
+        self.on_plan: Callable[[], None] | None = None  # no plan is made, whose operations may be others later
         self.plan: Plan | None = None  # the size of micro-batches in force, and what they took
         self.limit = ObservedLimit(self)
 

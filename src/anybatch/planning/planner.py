@@ -112,8 +112,10 @@ class Planner:
 
         def found() -> bool:
             self._begin(self._search.base_of(row))
+            self._search.turn_to(row.micro_batch_size)
             return self._search.traced(row)[0].needed_bytes <= self._usable
 
+        self._may_try = False
         try:
             return self._stable(found)
         except (AnyBatchError, TooLarge):

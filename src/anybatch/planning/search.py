@@ -459,6 +459,11 @@ class Search:
         """The splitting of a row."""
         return next(one for one in self.splittings if one.limit == row.micro_batch_size)
 
+    def turn_to(self, limit: float) -> None:
+        """Turns to micro-batches of one size, which a plan for another batch may have chosen."""
+        parts = tuple(self.subject.splittable.plan(limit))
+        self.splittings = [Splitting(limit, parts, self.subject.most_on_one(parts))]
+
     def finished(self, row: PlanRow) -> PlanRow:
         """A row as a plan shows it, which says so where nobody knows what an allocator reserves."""
         is_device = self._target.is_present and self._target.device_type != "cpu"

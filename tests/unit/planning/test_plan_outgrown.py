@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
+from anybatch.backpropagation import RepeatedBackward
 from anybatch.planning.fingerprints import outgrown
 from memory_steps import WIDTH, Net, Tokens, peak_of_call, plan_of, sgd, smallest_of
 
@@ -256,12 +257,59 @@ def test_weights_that_are_trained_later_are_planned_for(adds_a_group: bool, capl
         optimizer.add_param_group({"params": list(model[:-1].parameters())})
     with caplog.at_level(logging.INFO, "anybatch"):
         assert step(batch).plan is not first
-    assert "are trained that were not when it was made" in caplog.text
+    assert "planning again: 6 parameters are trained that it was not made for" in caplog.text
     assert peak_of_call(step, batch) <= budget
     caplog.clear()
     model[:-1].requires_grad_(False)
     assert step(batch).plan is step(batch).plan
     assert "planning again" not in caplog.text
+
+
+def test_fewer_other_weights_are_planned_for() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh()) for _ in range(16)))
+    model = nn.Sequential(body.requires_grad_(False), nn.Linear(WIDTH, 800))  # of more bytes, for which less is kept
+    batch, optimizer, budget = torch.randn(512, WIDTH), sgd(model), 2 * 2**20
+    step = anybatch.TrainStep(model, lambda m, x: mean_square(m(x).mean(1)), optimizer, memory=budget)
+    step(batch)
+    body.requires_grad_(True)
+    model[1].requires_grad_(False)
+    for _ in range(2):
+        assert peak_of_call(step, batch) <= budget
+
+
+def test_phases_that_train_other_weights_are_planned_for_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    model = layers()
+    caplog.set_level(logging.INFO, "anybatch")
+    step = anybatch.TrainStep(model, lambda m, x: mean_square(m(x)), sgd(model), memory="1MiB")
+    for number in range(8):
+        model[2:].requires_grad_(number % 2 == 0)
+        step(torch.randn(96 if number % 2 else 64, WIDTH))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records].count("planned") == 2
+
+
+@pytest.mark.parametrize("why", ["a larger batch", "more is trained", "nothing fits"])
+def test_gradients_of_earlier_calls_stay_where_a_batch_is_planned_for(why: str) -> None:
+    model = layers().double()
+    model[0].requires_grad_(why != "more is trained")
+    gradient = RepeatedBackward(model, lambda m, x: mean_square(m(x)), [sgd(model)], memory="2MiB")
+    batches = [torch.randn(rows, WIDTH).double() for rows in (64, 96 if why == "a larger batch" else 64)]
+    gradient(batches[0])
+    before = {name: p.grad for name, p in model.named_parameters()}
+    kept = {name: grad.clone() for name, grad in before.items() if grad is not None}
+    if why == "nothing fits":
+        with pytest.raises(anybatch.DoesNotFit):
+            gradient(torch.randn(2**15, WIDTH).double())
+    else:
+        model.requires_grad_(True)
+        gradient(batches[1])
+        for name, grad in zip(
+            before, torch.autograd.grad(mean_square(model(batches[1])), [*model.parameters()]), strict=True
+        ):
+            kept[name] = kept.get(name, 0) + grad
+    for name, parameter in model.named_parameters():
+        assert before[name] is None or parameter.grad is before[name]
+        torch.testing.assert_close(parameter.grad, kept[name])
 
 
 class Growing:
@@ -316,3 +364,25 @@ def test_a_number_that_changes_without_effect_keeps_the_plan() -> None:
     first = step(batch).plan
     for phase["rate"] in (0.1, 0.2, 0.3):
         assert step(batch).plan is first
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_phases_of_other_operations_that_come_in_turn_keep_within_the_budget(
+    is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Larger batches of the plain phase have a plan made in which the other one does not fit."""
+    model, loss_fn = layers(), Growing()
+    budget = 2**18 if is_whole else 3 * 2**15
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=budget)
+    caplog.set_level(logging.INFO, "anybatch")
+    for number in range(12):
+        loss_fn.epoch = int(number % 4 == 3)
+        batch = torch.randn(96 if number < 4 or loss_fn.epoch else 96 + 12 * min(number, 8), WIDTH)
+        assert peak_of_call(step, batch) <= budget, number
+        if number < 4:
+            assert (plan_of(step).chosen.micro_batches == 1) == (is_whole and number < 3)
+    caplog.clear()
+    for number in range(8):
+        loss_fn.epoch = number % 2
+        assert peak_of_call(step, torch.randn(96 if loss_fn.epoch else 192, WIDTH)) <= budget
+    assert "planning again" not in caplog.text

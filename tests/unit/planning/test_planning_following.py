@@ -10,6 +10,7 @@ import torch
 import anybatch
 from anybatch.batch.batches import Splittable
 from anybatch.planning.following import Follower
+from anybatch.planning.subjects import Behaviour
 from anybatch.records.plans import Plan
 from faults import different, facts
 from memory_steps import (
@@ -76,7 +77,7 @@ class Stub:
 
     def __init__(self, rows: int, found: Plan) -> None:
         self.rows, self.found, self.times = rows, found, None
-        self.subject = SimpleNamespace(behaviour=SimpleNamespace(writes_batch=False))
+        self.subject = SimpleNamespace(behaviour=Behaviour(writes_batch=False))
 
     def plan(self, budget: int, **_: Any) -> Plan:
         if self.found.peak_bytes > budget:

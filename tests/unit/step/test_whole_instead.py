@@ -106,6 +106,18 @@ def test_what_fits_neither_way_is_refused_as_before() -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("is_step", [False, True])
+def test_what_fits_neither_way_says_so_once_in_each_batch(is_step: bool) -> None:
+    model, memory = model_of(), needed_whole() // 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run: Any = anybatch.TrainStep(model, contrastive, optimizer, memory=memory)
+    run = run if is_step else RepeatedBackward(model, contrastive, memory=memory)
+    for _ in range(2):
+        with pytest.raises(anybatch.NotSplittable) as raised:
+            run(BATCH)
+        assert [note.partition(":")[0] for note in raised.value.__notes__] == ["The whole batch does not fit"]
+
+
 def test_a_refusal_after_a_batch_that_was_split_stops_the_training() -> None:
     """Micro-batches of an earlier batch may have been wrong, too."""
 
@@ -119,6 +131,7 @@ def test_a_refusal_after_a_batch_that_was_split_stops_the_training() -> None:
     model = model_of()
     step = anybatch.TrainStep(model, later, torch.optim.SGD(model.parameters(), lr=0.1), memory="64MiB")
     assert step(BATCH | {"late": torch.zeros(128)}).micro_batches > 1
-    step(BATCH | {"late": torch.ones(128)})  # of whose operations the next batch is proved
-    with pytest.raises(anybatch.NotSplittable):
-        step(BATCH | {"late": torch.ones(128)})
+    for _ in range(2):
+        with pytest.raises(anybatch.NotSplittable):
+            step(BATCH | {"late": torch.ones(128)})
+    assert step.updates == 1
