@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from anybatch.batch.counting import count_samples
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.loss.pieces import InPieces
-from anybatch.loss.sequence import OverTime
 from anybatch.planning.curve import Peak
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.records.plans import ModuleShare, PlanRow
@@ -26,6 +23,7 @@ from anybatch.update.refusals import named
 logger = logging.getLogger(__name__)
 
 _COUNT = "the count= of the whole batch"
+_IN_CHUNKS = "A loss in chunks of time, anybatch.OverTime(chunk_loss, state), has the activations of one chunk only. "
 _SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help, and were not tried"
 _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader,"
 
@@ -165,7 +163,9 @@ def what_helps(
     if fits:
         return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}"])
     also = f"; of what was planned, these need less: {'; '.join(helps)}" if helps else ""
-    smaller = _SMALLER if subject.is_recurrent or least is None else "Smaller samples or a smaller model are needed"
+    smaller = "Smaller samples or a smaller model are needed"
+    if subject.is_recurrent or least is None:
+        smaller = f"{_IN_CHUNKS if _goes_in_chunks(subject) else ''}{_SMALLER}"
     return " ".join([*reasons, f"{smaller}{also}"])
 
 
@@ -191,10 +191,6 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
-    if subject.is_recurrent:
-        if (in_chunks := _over_time(subject)) is not None:
-            yield _Remedy("anybatch.OverTime(chunk_loss, state)", other(loss_fn=in_chunks))
-        return  # steps with the others would be run for real as they are
     if subject.batch_norm == "refuse" and not subject.splits and not subject.is_coupled:
         for policy in ("ghost", "frozen"):
             yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
@@ -221,25 +217,11 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
         )
 
 
-def _over_time(subject: Subject) -> OverTime | None:
-    """A loss that holds what the same one holds in chunks of time steps; its states pass by, unused."""
+def _goes_in_chunks(subject: Subject) -> bool:
+    """Whether the recurrent layers of a step take time chunk by chunk, each from the state of the one before."""
     layers = [one for one in subject.modules if isinstance(one, torch.nn.RNNBase)]
-    if isinstance(subject.loss_fn, InPieces) or not all(one.batch_first and not one.bidirectional for one in layers):
-        return None
-    loss_fn, device = subject.loss_fn, subject.settings.device
-
-    def chunk_loss(model: Any, chunk: Any, state: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        found = loss_fn(model, chunk)
-        return found[0] if isinstance(found, tuple) else found, [one + 0 for one in state]
-
-    def state(model: Any, batch: Any) -> list[torch.Tensor]:
-        rows = count_samples(batch)
-        return [
-            torch.zeros(one.num_layers, rows, one.hidden_size, device=device)
-            for one in layers for _ in range(2 if isinstance(one, torch.nn.LSTM) else 1)
-        ]  # fmt: skip
-
-    return OverTime(chunk_loss, state)
+    is_one_way = all(one.batch_first and not one.bidirectional for one in layers)
+    return bool(layers) and is_one_way and not isinstance(subject.loss_fn, InPieces)
 
 
 def _holds_nothing(optimizer: torch.optim.Optimizer) -> bool:

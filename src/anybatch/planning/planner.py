@@ -26,6 +26,7 @@ from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
+from anybatch.update.transaction import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,10 @@ class Planner:
             return self._stable(found)
         except (AnyBatchError, TooLarge):
             return False
+        except Exception as error:  # noqa: BLE001 - the loss may run out of memory by itself: the step will show it
+            logger.info("whether the plan still fits can't be told: %s", error)
+            Failure(error).release()
+            return True
 
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
@@ -290,8 +295,7 @@ class Planner:
             planner = type(self)(subject, self.target, allow=self._allow, like=self if same else None)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
-        # Else steps would run for real, which in chunks of time are short.
-        may_try = self._may_try and (self._search.profiles.is_fake or self.subject.is_recurrent)
+        may_try = self._may_try and self._search.profiles.is_fake  # else steps would run for real, beyond the budget
         return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
     def _plan(self, ranked: list[Finalist]) -> Plan:

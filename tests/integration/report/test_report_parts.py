@@ -212,7 +212,7 @@ def test_the_command_writes_two_records_on_a_page(tmp_path: Path) -> None:
     assert "The loops as they ran" in Path(out).read_text(encoding="utf-8")
     wrong = CliRunner().invoke(main, ["report", *names])
     assert wrong.exit_code == 2
-    assert "add -o FILE" in wrong.output
+    assert "-o both.html" in wrong.output
 
 
 # The memory of a step.
