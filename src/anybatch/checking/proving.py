@@ -108,10 +108,8 @@ class Proofs:
         reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
-        if trial.get():
-            return task, None
-        if not (splits or reducer.is_sharded):
-            if task.is_planned and self.verify != "off":
+        if trial.get() or not (splits or reducer.is_sharded):
+            if task.is_planned and self.verify != "off" and not trial.get():
                 self._see_whole(task)  # under a plan that may not be enough for other operations
             return task, None
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
