@@ -259,9 +259,10 @@ def meetings_of(step: Step) -> list[Meeting]:
     for index, operation in enumerate(step.operations):
         given = set(operation.given) & follows
         made = [one for one in given if values[one].requires_grad]
-        writes = operation.name.endswith("_") and not operation.name.endswith("__")
-        writes = writes or operation.name == "grad"  # whose numbers of one say of what, and are no targets
-        if not made or not operation.grad or not step.needed & set(operation.outs) or writes:
+        is_none = (
+            bool(operation.written) or operation.name == "grad"
+        )  # whose numbers of one say of what, and are no targets
+        if not made or not operation.grad or not step.needed & set(operation.outs) or is_none:
             continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]

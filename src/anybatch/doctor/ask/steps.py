@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, replay, slots
+from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, replay
 from anybatch.doctor.ask.trials import FAILURES, Unknown, as_it_is, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -104,7 +104,7 @@ class Step:
         found = {slot}
         for operation in self.operations:
             if not found.isdisjoint(operation.given):
-                found.update(operation.outs, slots(operation.args[:1]) if operation.name.endswith("_") else ())
+                found.update(operation.outs, operation.written)
         return found
 
     def made_at(self, slot: Slot, before: int | None = None) -> int:
@@ -164,7 +164,7 @@ def slots_of(tape: Tape, loss: Loss, *, without: str = "", but: Iterable[Operati
     for operation in reversed(tape.operations[: loss.before]):
         if operation.name == without or id(operation) in left_out:
             continue
-        if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
+        if needed & {*operation.outs, *operation.written}:
             needed |= set(operation.given)
     return needed
 

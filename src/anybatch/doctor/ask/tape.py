@@ -71,6 +71,11 @@ class Operation:
         """Its name, that of the function where it is an operator."""
         return _KINDS.get(self.name, self.name)
 
+    @property
+    def written(self) -> list[Slot]:
+        """The slots of tensors that it writes to, ``x[0] = y`` among them, which gives none."""
+        return list(slots((self.args[:1], self.kwargs.get("out")))) if writes(self.name, self.kwargs) else []
+
     def again(self, values: Mapping[Slot, Any]) -> Any:
         """What it gives for other values of what it was given."""
         args, kwargs = rebuilt((self.args, self.kwargs), lambda one: values[one] if type(one) is Slot else one)
