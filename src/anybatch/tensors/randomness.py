@@ -25,24 +25,24 @@ class RandomState:
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._cpu = torch.get_rng_state()
+        self._cpu = _bytes(torch.get_rng_state())  # a tensor would count against a budget as long as a step runs
         self._python = random.getstate()
         # NumPy 2 loads it on first use. The legacy tuple would take twice as long.
         numpy_random = sys.modules.get("numpy.random")
         self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
-        self._devices: dict[torch.device, torch.Tensor] = {}
+        self._devices: dict[torch.device, bytes] = {}
         for device in devices:
             if device.type not in ("cpu", "meta"):
-                self._devices[device] = _generators(device).get_rng_state(device)
+                self._devices[device] = _bytes(_generators(device).get_rng_state(device))
 
     def restore(self) -> None:
         """Restores every saved generator."""
-        torch.set_rng_state(self._cpu)
+        torch.set_rng_state(_tensor(self._cpu))
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
         for device, state in self._devices.items():
-            _generators(device).set_rng_state(state, device)
+            _generators(device).set_rng_state(_tensor(state), device)
 
     def is_now(self) -> bool:
         """Whether nothing was drawn since this was saved, see ``moved``."""
@@ -54,8 +54,7 @@ class RandomState:
         Compares bytes, without a torch operation that a trace would show. Ignores accelerators that were not named.
         """
         now = RandomState(self._devices)
-        pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
-        of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
+        of_torch = (self._cpu, self._devices) != (now._cpu, now._devices)
         # The first draw loads numpy.random; so does torch's compiler, which draws nothing.
         is_new = self._numpy is None and now._numpy is not None and now._numpy["state"].get("pos") != _UNDRAWN
         return of_torch, is_new or self._python != now._python or not _is_same(self._numpy, now._numpy)
@@ -64,9 +63,9 @@ class RandomState:
         """Tensors and plain values for ``load_state_dict``; ``torch.load(weights_only=True)`` accepts them."""
         version, words, gauss = self._python
         state: dict[str, Any] = {
-            "cpu": self._cpu,
+            "cpu": _tensor(self._cpu),
             "python": [version, list(words), gauss],
-            "devices": {str(device): value for device, value in self._devices.items()},
+            "devices": {str(device): _tensor(state) for device, state in self._devices.items()},
         }
         if self._numpy is not None:
             state["numpy"] = _plain(self._numpy)
@@ -100,6 +99,10 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _is_same(one: Any, other: Any) -> bool:
