@@ -113,6 +113,19 @@ def test_accelerate_finds_the_signature_that_it_asks_for() -> None:
         stepped(*accelerate.Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+def test_a_scheduler_of_a_wrapper_drives_the_optimizer_within() -> None:
+    """Made after ``prepare``, it holds the wrapper; the rate of a constant schedule does not show whose it is."""
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Linear(4, 2)
+    with Doctor() as doctor:
+        model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        for _ in range(6):
+            stepped(model, optimizer)
+            scheduler.step()
+    assert "AB506" not in [one.code for one in doctor.report().findings]
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     """It loads by keyword."""
     fabrics = pytest.importorskip("lightning.fabric")

@@ -1,5 +1,6 @@
 """Where gradients end, pairs belong to other rows or an optimizer has another net: told, and not of healthy ones."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,12 @@ class Halved(nn.Module):
         return torch.cat([x[:, :3], x[:, 3:] * scale.exp() + shift], 1), self.sign * scale.sum(1)
 
 
-def density(sign: int, *, normal: bool = False, apart: bool = False) -> None:
+def density(sign: int, *, normal: bool = False, apart: bool = False, stretch_by: float = 0.0) -> None:
     net = Halved(sign)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    if stretch_by:
+        nn.init.constant_(net.get_parameter("net.2.bias"), stretch_by)
+        nn.init.normal_(net.get_parameter("net.2.weight"), std=1e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4 if stretch_by else 1e-2)
     for _ in range(8):
         x = torch.randn(ROWS, 6) * 2
         if apart:  # the halves are taken before anything that is seen
@@ -142,6 +146,11 @@ def density(sign: int, *, normal: bool = False, apart: bool = False) -> None:
 def test_a_determinant_with_the_other_sign_is_told_and_one_with_its_own_is_not(normal: bool) -> None:
     assert answer(lambda: density(-1, normal=normal), "turned volume") == "yes"
     assert answer(lambda: density(1, normal=normal), "turned volume") == "no"
+
+
+def test_a_volume_of_half_the_constant_of_a_normal_density_is_no_sign() -> None:
+    """Less its squares, such a loss is that volume as well as minus it and the constant."""
+    assert answer(lambda: density(1, normal=True, stretch_by=math.log(math.tau) / 2), "turned volume") == "no"
 
 
 def test_a_determinant_is_known_where_the_program_takes_the_entries_apart() -> None:

@@ -384,8 +384,10 @@ def turned_volume(step: Step) -> Iterator[Probed]:
     made, factor, stretched, values = _flow(step)
     own, stretch = values[made].detach().double(), float(stretched.sum())
     rest, constant = float(values[step.loss.slot].sum()) / factor - float(own.pow(2).sum()) / 2, math.log(math.tau) / 2
-    off = min((abs(rest - known - stretch), known) for known in (0.0, constant * own.numel()))
-    wrong = abs(stretch) > _LITTLE * len(own) and off[0] < _LITTLE * abs(stretch)
+    knowns = (0.0, constant * own.numel())
+    off = min((abs(rest - known - stretch), known) for known in knowns)
+    right = min(abs(rest - known + stretch) for known in knowns)  # both may fit by chance
+    wrong = abs(stretch) > _LITTLE * len(own) and off[0] < _LITTLE * abs(stretch) <= right
     place = next(step.path(step.loss.slot))
     yield said(place, answer="yes" if wrong else "no", loss=factor * (rest + float(own.pow(2).sum()) / 2),
                turned=factor * (float(own.pow(2).sum()) / 2 + off[1] - stretch))  # fmt: skip

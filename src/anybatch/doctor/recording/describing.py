@@ -327,3 +327,10 @@ def without_graph(value: Any, depth: int = 0) -> Any:
 @unseen
 def _detached(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
+
+
+def itself(optimizer: Any) -> Any:
+    """The optimizer whose groups it has: that in a wrapper, as Accelerate's is; else the same."""
+    held = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    inner = next((one for one in held if one.param_groups is optimizer.param_groups), None)
+    return optimizer if inner is None else itself(inner)

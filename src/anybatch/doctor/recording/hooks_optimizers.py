@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.describing import rates_of
+from anybatch.doctor.recording.describing import itself, rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
 from anybatch.doctor.recording.patches import function_in, noting
@@ -229,10 +229,7 @@ def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type]:
 def _is_itself(optimizer: Any, _: Any) -> bool:
     """Whether it is no wrapper of another one, as Accelerate's is: it has groups of its own, which torch has made."""
     own = vars(optimizer)
-    if "param_groups" not in own or "state" not in own:
-        return False
-    held = (one for one in own.values() if isinstance(one, torch.optim.Optimizer))
-    return all(vars(one).get("param_groups") is not own["param_groups"] for one in held)
+    return "param_groups" in own and "state" in own and itself(optimizer) is optimizer
 
 
 def stay_uncompiled() -> None:
