@@ -50,6 +50,8 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _OF_OTHERS = ("torch.utils.checkpoint", "torch._library.autograd")  # backwards of torch that run what the user wrote
 _LOUDER = 1e4
 _STIRRED = 0.1  # of a weight, by which it is moved
+# of two losses, and of what a change of samples makes, the least that is no rounding; losses near 0 may be sums of much
+_MIXED, _MIXED_OF_CHANGE, _MIXED_AT_LEAST = 1e-4, 1e-3, 1e-5
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
@@ -345,6 +347,29 @@ class Trial:
         whole, other = ran
         found = self._compared(cut, whole, other, draws=whole.drew_others or other.drew_others)
         return replace(found, error=0.0) if in_value else found
+
+    def mixes(self, cut: Cut) -> bool:
+        """Whether what a sample gives depends on others where numbers are drawn that nothing stands in for.
+
+        From one random state samples of the first half change places, those of the second, and of both. If no sample
+        meets one of the other half, the first change makes as much of a difference with the second as without it.
+        """
+        rows, half = sum(cut.sizes), sum(cut.sizes) // 2
+        for turn in range(1, half):
+            ran = list[dict[str, float]]()
+            for first, second in ((0, 0), (0, turn), (turn, 0), (turn, turn), (0, 0)):
+                order = [*((i + first) % half for i in range(half)), *range(half + second, rows)]
+                order += range(half, half + second)
+                own = Cut(cut.splittable.chosen(order), cut.sizes)
+                ran.append(self.run(own, own.whole).losses)
+            if ran[0] != ran.pop():  # the state of what draws them can't be put back
+                return False
+            for values in zip(*(one.values() for one in ran), strict=True):
+                off = abs(values[3] - values[2] - values[1] + values[0])
+                spread = max(values) - min(values)
+                if off > max(_MIXED * max(map(abs, values)), _MIXED_OF_CHANGE * spread, _MIXED_AT_LEAST):
+                    return True
+        return False
 
     @contextlib.contextmanager
     def _as(self, loss_fn: LossFunction, **others: Any) -> Iterator[None]:
