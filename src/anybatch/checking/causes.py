@@ -177,8 +177,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "function of a mean": Cause(
         "not-additive",
-        "The loss is a function of a mean over the samples, such as its logarithm: weights of its parts give the whole "
-        "gradient, and not the whole value.",
+        "The loss is a function of a mean over the samples, such as its root or its logarithm, or a mean times a "
+        "number that each batch has another one of: its parts give the whole gradient by weights that no count gives.",
         (WHOLE, _COUPLED, "loss = items.log().mean()  # the function of each sample, and then the mean: another loss"),
     ),
     "bound": Cause(

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -351,16 +352,17 @@ class Trial:
     def mixes(self, cut: Cut) -> bool:
         """Whether what a sample gives depends on others where numbers are drawn that nothing stands in for.
 
-        From one random state samples of the first half change places, those of the second, and of both. If no sample
-        meets one of the other half, the first change makes as much of a difference with the second as without it.
+        From one random state some samples change places among themselves, then the others, then both. If no sample of
+        these meets one of the others, the first change makes as much of a difference with the second as without it.
         """
-        rows, half = sum(cut.sizes), sum(cut.sizes) // 2
-        for turn in range(1, half):
-            ran = list[dict[str, float]]()
+        rows = range(sum(cut.sizes))
+        half = len(rows) // 2
+        for some, turn in itertools.product((rows[:half], rows[::2][:half]), {1, half - 1}):
+            others, ran = [i for i in rows if i not in some], list[dict[str, float]]()
             for first, second in ((0, 0), (0, turn), (turn, 0), (turn, turn), (0, 0)):
-                order = [*((i + first) % half for i in range(half)), *range(half + second, rows)]
-                order += range(half, half + second)
-                own = Cut(cut.splittable.chosen(order), cut.sizes)
+                places = {place: group[(i + by) % len(group)] for group, by in ((some, first), (others, second))
+                          for i, place in enumerate(group)}  # fmt: skip
+                own = Cut(cut.splittable.chosen([places[i] for i in rows]), cut.sizes)
                 ran.append(self.run(own, own.whole).losses)
             if ran[0] != ran.pop():  # the state of what draws them can't be put back
                 return False
