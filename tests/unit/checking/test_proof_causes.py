@@ -65,7 +65,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "normalised by its running mean": (Running, "`self.average` of Running"),
     "advantages normalised over the batch": (lambda: advantages, "does not add up"),
     "dice over the batch": (lambda: soft_dice, "does not add up"),
-    "root of a mean": (lambda: root, "does not add up"),
+    "root of a mean": (lambda: root, "a function of a mean"),
 }
 
 
