@@ -89,7 +89,8 @@ class PassTrace:
         allocations, kept = [copy.copy(one) for one in self.allocations], list(self.kept)
         begun = max((start for start, _ in self.stages[:3]), default=0)  # the first backward, up to which all do alike
         for numbers, times in zip(self.repeated, more, strict=True):
-            end = max((one for number in numbers if (one := allocations[number].died) is not None), default=0)
+            deaths = (allocations[number].died for number in numbers)
+            end = max((died for died in deaths if died is not None), default=0)
             for number in numbers if times else ():
                 one = allocations[number]
                 one.size = -(-one.size // granularity) * granularity
