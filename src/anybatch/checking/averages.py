@@ -120,11 +120,14 @@ class Pieces(NamedTuple):
         same = bool(((values - values[0]).abs() <= self.tolerance * abs(values[0])).all())
         return float(values[0]) if same and values[0] else None
 
-    def solved_weights(self) -> list[list[float]] | None:
+    def solved_weights(self, *, of_mean: bool = True) -> list[list[float]] | None:
         """Solves for the weights by which the parts make up the whole, if the parts have enough to tell.
 
+        Args:
+            of_mean: whether they have to add up to one.
+
         Returns:
-            For each split its weights, which are positive and add up to one; ``None`` if there are none, or too many.
+            For each split its weights, which are positive; ``None`` if there are none, or too many.
         """
         solved = []
         for index, split in enumerate(self.splits):
@@ -134,19 +137,21 @@ class Pieces(NamedTuple):
                 return None
             solution = torch.linalg.lstsq(split.gradients / scale, self.whole.gradients / scale).solution[:, 0]
             weights: list[float] = solution.tolist()
-            if min(weights) < _NOTHING or abs(sum(weights) - 1) > 1e-6:  # none counts nothing and has a gradient
+            if min(weights) < _NOTHING or (
+                of_mean and abs(sum(weights) - 1) > 1e-6
+            ):  # none counts nothing and has a gradient
                 return None
             if self.residual(index, weights) > _SOLVED_SLACK * self.tolerance:
                 return None
             solved.append(weights)
         return solved
 
-    def is_mean_of_reached(self) -> bool:
+    def is_mean_of_reached(self, *, of_mean: bool = True) -> bool:
         """Whether such weights give the whole where parts without gradient have none."""
         if not all(split.gradients.any() for split in self.splits):
             return False
         found = self._replace(splits=[split.chosen(split.norms > 0) for split in self.splits])
-        weights = found.solved_weights()
+        weights = found.solved_weights(of_mean=of_mean)
         return weights is not None and found.fits(weights, slack=10)
 
 
@@ -301,7 +306,7 @@ class Averages:
             return None
         lengths = torch.tensor(list(map(length_of, self._sizes)), dtype=torch.int64, device="cpu")
         places = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)  # of the parameters, of each entry
-        if pieces.narrowed(torch.ones_like(places, dtype=torch.bool)).is_mean_of_reached():
+        if pieces.narrowed(torch.ones_like(places, dtype=torch.bool)).is_mean_of_reached(of_mean=False):
             return reason("function of a mean", where)  # one mean, by whose weights the value does not add up
         owners: dict[str, list[int]] = {}
         for position, parameter in enumerate(self._rig.names):

@@ -177,8 +177,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "function of a mean": Cause(
         "not-additive",
-        "The loss is a function of a mean over the samples, such as its logarithm: weights of its parts give the whole "
-        "gradient, and not the whole value.",
+        "The loss is a function of a mean over the samples, such as its root or its logarithm, or a mean times a "
+        "number that each batch has another one of: its parts give the whole gradient by weights that no count gives.",
         (WHOLE, _COUPLED, "loss = items.log().mean()  # the function of each sample, and then the mean: another loss"),
     ),
     "bound": Cause(
@@ -197,6 +197,16 @@ CAUSES: dict[str, Cause] = {
         "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or draws other "
         "random numbers there.",
         (WHOLE,),
+    ),
+    "mixed by draws": Cause(
+        "not-additive",
+        "The loss draws numbers from NumPy, from Python or from a generator of its own, and has samples meet others of "
+        "the batch by them, as a permutation does: from the same numbers, what a sample gives depends on the others.",
+        (
+            WHOLE,
+            _COUPLED,
+            'batch["other"] = batch["x"][torch.randperm(len(batch["x"]))]  # before step(batch): drawn once, as data',
+        ),
     ),
     "mixed before": Cause(
         "not-additive",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import WHOLE, in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
@@ -407,6 +407,8 @@ class _Prover:
         undecided = told[0] if told and reason is None else None
         if undecided is not None and undecided.code in ("not-finite", "random"):
             if undecided.code == "not-finite" or difference.draws:
+                if undecided.code == "random" and difference.is_single and self._trial.mixes(difference.cut):
+                    return difference.proof("not exact", "comparison"), worded("mixed by draws", "loss")
                 return difference.proof("undecided", "", note=undecided.message), None
             reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
@@ -509,9 +511,13 @@ def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
     return None
 
 
-def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
-    """The error for a step that may not be split."""
-    remedies = "".join(f"\n    {line}" for line in reason.remedies)
+def refusal(proof: Proof, reason: Reason, model: str, *, is_of_ranks: bool = False) -> NotSplittable:
+    """The error for a step that may not be split.
+
+    Args:
+        is_of_ranks: whether each rank has a part of the batch, so that none runs it whole.
+    """
+    remedies = "".join(f"\n    {line}" for line in reason.remedies if not is_of_ranks or line != WHOLE)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (
@@ -527,8 +533,10 @@ def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
     kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""
     check = "" if proof.by == "certificate" else "anybatch.check(model, loss_fn, batch) looks at more samples; "
+    ranks = " The batch of each rank is a part of that of all ranks, also in one micro-batch." if is_of_ranks else ""
+    instead = f" Instead:{remedies}" if remedies else ""
     return NotSplittable(
-        f"{found} {reason.message} {kept or 'Nothing was changed.'} "
-        f"{check}verify='off' splits all the same. Instead:{remedies}",
+        f"{found} {reason.message}{ranks} {kept or 'Nothing was changed.'} "
+        f"{check}verify='off' splits all the same.{instead}",
         modules=modules,
     )

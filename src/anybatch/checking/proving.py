@@ -107,7 +107,8 @@ class Proofs:
         """
         reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
-        splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
+        is_of_ranks = reducer.is_shared and task.splittable.rows > 1 and task.splittable.obstacle is None
+        splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part or is_of_ranks)
         if trial.get() or not (splits or reducer.is_sharded):
             if task.is_planned and self.verify != "off" and not trial.get():
                 self._see_whole(task)  # under a plan that may not be enough for other operations
@@ -332,7 +333,7 @@ class Proofs:
             if self._is_news(reason.message):
                 warn("\n    ".join((reason.message, *reason.remedies)))
         elif reason is not None:
-            error = refusal(proof, reason, type(task.model).__name__)
+            error = refusal(proof, reason, type(task.model).__name__, is_of_ranks=task.settings.reducer.is_shared)
             if self.verify == "first":
                 raise error
             warn(str(error))

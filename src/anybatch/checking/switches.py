@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from types import FunctionType, MethodType, ModuleType
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from anybatch.tensors.modules import modules_of
 from anybatch.tensors.sideeffects import names_in
 
 _PLAIN = (bool, int, float, str, type(None))
+_NUMBERS = (int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OPENED = (list, tuple, ModuleType)  # whose kind says nothing
 _FEW = 8  # numbers in a list that may be settings
@@ -29,17 +31,28 @@ _Key = tuple[object, object]  # what a value is of, be it made anew in each step
 
 
 class Switches:
-    """Says when what a loss goes by is not what it was: at the 1st, 2nd, 4th, 8th … change of each value."""
+    """Says when what a loss goes by is not what it was: at the 1st, 2nd, 4th, 8th … change of each value.
+
+    A schedule changes in each step, and turns something on at one of them: so a number counts at once, too, where it
+    gets to the other side of another one, of those in the code and of the settings that stay.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[_Key, Any] = {}
         self._changes: Counter[_Key] = Counter()
         self._looks = 0
+        self._bounds: Sequence[float] = ()  # numbers that a schedule may be compared with, in their order
+        self._sides = defaultdict[_Key, set[tuple[Any, ...]]](set)  # between which of them a number has been
 
     def note(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> None:
         """Keeps the values as they are now, when a split is proved."""
         with contextlib.suppress(Exception):  # what the user's objects raise when they are looked at ends no step
-            self._latest = _values(model, loss_fn, nodes)
+            known = set[Any]()
+            self._latest = _values(model, loss_fn, nodes, known)
+            stay = [value for name, value in self._latest.items() if name not in self._changes]
+            code = _numbers_in(known, [type(loss_fn), *map(type, modules_of(model))])
+            self._bounds = sorted({one for one in (*code, *stay) if type(one) in _NUMBERS})
+            self._is_beyond(self._latest, self._latest)
 
     def forget(self) -> None:
         """Counts changes from the first one again."""
@@ -77,20 +90,49 @@ class Switches:
         if not changed:
             return False
         self._changes.update(changed)
-        return any(self._changes[name].bit_count() == 1 for name in changed)
+        is_beyond = self._is_beyond(changed, now)
+        return is_beyond or any(self._changes[name].bit_count() == 1 for name in changed)
+
+    def _is_beyond(self, names: Iterable[_Key], values: Mapping[_Key, Any]) -> bool:
+        """Whether a number is between two others where it has never been; this is noted."""
+        is_beyond = False
+        for name in names:
+            if type(value := values[name]) in _NUMBERS:
+                below, above = bisect_left(self._bounds, value), bisect_right(self._bounds, value)
+                side = (*self._bounds[max(0, below - 1) : below], None, *self._bounds[above : above + 1])
+                is_beyond = is_beyond or side not in self._sides[name]
+                self._sides[name].add(side)
+        return is_beyond
 
 
-def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[_Key, Any]:
-    known = set[Any]()  # so that nothing is looked at twice
+def _numbers_in(known: Iterable[Any], kinds: Iterable[type]) -> Iterator[Any]:
+    """What is constant in the code of functions among what is known, and of the methods of classes of the user's."""
+    own = [kind for kind in {*kinds} if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    functions = *known, *(one for kind in own for one in vars(kind).values())
+    codes = [one.__code__ for one in functions if type(one) is FunctionType]
+    for code in codes:  # to which those within it are added
+        for one in code.co_consts:
+            if type(one) is CodeType:
+                codes.append(one)
+            else:
+                yield one
+
+
+def _values(
+    model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant], known: set[Any] | None = None
+) -> dict[_Key, Any]:  # fmt: skip
+    known = set() if known is None else known  # so that nothing is looked at twice
     found = dict(_of(loss_fn, _DEPTH, known))
     for node in nodes:
         if type(node) is Constant and (value := _shown(node.value)) is not _NONE:
             found["batch", node.label] = value
     if not isinstance(model, torch.nn.Module):
         return found
-    modules, hooks, kinds = modules_of(model), 0, dict[type, None]()
+    modules, hooks, kinds, forwards = modules_of(model), 0, dict[type, None](), list[Any]()
     for module in modules:
         own = vars(module)
+        if "forward" in own:
+            forwards.append(getattr(own["forward"], "__code__", own["forward"]))  # which is that of a method, too
         for name in _HOOKS:
             hooks += len(own.get(name, ()))
         for parameter in own.get("_parameters", {}).values():
@@ -100,8 +142,10 @@ def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[
             found.update(_attributes(module, id(module), known))
             kinds[type(module)] = None
     for kind in kinds:
+        forwards.append(getattr(kind.forward, "__code__", None))  # type: ignore[attr-defined]
         found.update(_of(kind.forward, 1, known))  # type: ignore[attr-defined]
     found["model", "modules"], found["model", "hooks"] = [*map(type, modules)], hooks
+    found["model", "forwards"] = forwards
     return found
 
 
@@ -114,9 +158,16 @@ def _shown(value: Any) -> Any:
         return value.__code__
     if kind is torch.Tensor:
         return _shown(value.item()) if value.dim() == 0 and value.device.type == "cpu" else _NONE
+    if kind.__module__ == "numpy" and getattr(value, "shape", _NONE) == ():
+        return _shown(value.item())
     if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
         return tuple(map(_shown, value))
     return _NONE
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written to, as a training loop does with weights of samples."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
@@ -167,6 +218,8 @@ def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set
             yield (home, name), shown
         elif type(value) not in _OPENED:
             kinds.append(type(value))
+            if type(value) is torch.Tensor:
+                yield (home, name), _written(value)
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _of(value, depth - 1, known)
         elif shown is _NONE and not isinstance(value, type):
@@ -195,6 +248,8 @@ def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) 
             yield (home, key), shown
         elif type(one) not in _OPENED:
             kinds.append(type(one))
+            if type(one) is torch.Tensor:
+                yield (home, key), _written(one)
         if shown is _NONE and depth > 1 and not (is_module and key[0] == "_"):
             yield from _attributes(one, (home, key), known, depth - 1)
     if type(value) is not ModuleType:  # a first call may make what is moved later, in one of many places

@@ -82,12 +82,25 @@ class PassTrace:
         return self.operations == other.operations and own == others
 
     def with_more(self, more: Sequence[int], granularity: int) -> "PassTrace":
-        """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up."""
-        allocations = [copy.copy(one) for one in self.allocations]
+        """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up.
+
+        That is there until the backward of the one that ran is over: each lets go of it in a backward of its own.
+        """
+        allocations, kept = [copy.copy(one) for one in self.allocations], list(self.kept)
+        begun = max((start for start, _ in self.stages[:3]), default=0)  # the first backward, up to which all do alike
         for numbers, times in zip(self.repeated, more, strict=True):
-            for one in (allocations[number] for number in numbers):
-                one.size = -(-one.size // granularity) * granularity * (1 + times)
-        return replace(self, allocations=allocations)
+            deaths = (allocations[number].died for number in numbers)
+            end = max((died for died in deaths if died is not None), default=0)
+            for number in numbers if times else ():
+                one = allocations[number]
+                one.size = -(-one.size // granularity) * granularity
+                others = copy.copy(one)
+                others.size = one.size * times
+                others.died = end if one.died is not None and one.died > begun else one.died
+                if number in self.kept:
+                    kept.append(len(allocations))
+                allocations.append(others)
+        return replace(self, allocations=allocations, kept=tuple(kept))
 
     def unwatched(self) -> "PassTrace":
         """The trace as it is without a mode, where sums lie in the storage of what is added to."""

@@ -79,10 +79,35 @@ def stops(rank: int, world: int) -> None:
 
 def stops_where_one_splits(rank: int, world: int) -> None:
     step = step_of(net(), summed, micro_batch_size=4)
-    error = raised(lambda: step(batch_of(rank, 2 if rank else 9)))  # the other ranks have one micro-batch
+    error = raised(lambda: step(batch_of(rank, 1 if rank else 9)))  # the other ranks have one sample
     assert isinstance(error, anybatch.NotSplittable), error
     assert ("rank 0" in str(error)) == bool(rank)
     assert "a sum over" in str(error)
+
+
+def stops_in_one_micro_batch_each(rank: int, world: int) -> None:
+    """The batch of a rank is a part of that of all, whether or not it is split."""
+
+    def contrastive(model: Any, batch: Any) -> torch.Tensor:
+        out = F.normalize(model(batch["x"]))
+        return F.cross_entropy(5 * out @ out.T, torch.arange(len(out)))
+
+    def of_all(model: Any, out: Any) -> torch.Tensor:
+        return F.cross_entropy(5 * out @ out.T, torch.arange(len(out)))
+
+    model = net().eval()
+    before = copy.deepcopy(model.state_dict())
+    error = raised(lambda: step_of(model, contrastive)(batch_of(rank, 7)))
+    assert isinstance(error, anybatch.NotSplittable), error
+    assert "also in one micro-batch" in str(error)
+    assert "the whole batch at once" not in str(error)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    coupled = anybatch.Coupled(lambda model, batch: F.normalize(model(batch["x"])), of_all)
+    for loss_fn in (mean, coupled):
+        proof = step_of(model, loss_fn)(batch_of(rank, 7)).proof
+        assert proof is not None
+        assert proof.exact
+    assert step_of(model, mean)(batch_of(rank, 0 if rank else 7)).count == 7
 
 
 def stops_where_one_sees_it(rank: int, world: int) -> None:
@@ -234,6 +259,7 @@ CASES: Mapping[str, Case] = {
     "passes in DistributedDataParallel": lambda rank, world: passes(rank, world, replicated=True),
     "stops": stops,
     "stops where one rank splits": stops_where_one_splits,
+    "stops in one micro-batch each": stops_in_one_micro_batch_each,
     "stops where one rank sees it": stops_where_one_sees_it,
     "warns": warns,
 }

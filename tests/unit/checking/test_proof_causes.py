@@ -4,6 +4,7 @@ What would be wrong in silence: a count that makes up a few samples only, told a
 selection that leaves a part out, told as a mean over something; a state told as weights.
 """
 
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "normalised by its running mean": (Running, "`self.average` of Running"),
     "advantages normalised over the batch": (lambda: advantages, "does not add up"),
     "dice over the batch": (lambda: soft_dice, "does not add up"),
-    "root of a mean": (lambda: root, "does not add up"),
+    "root of a mean": (lambda: root, "a function of a mean"),
 }
 
 
@@ -195,3 +196,44 @@ def test_a_proof_says_that_numbers_are_drawn_outside_torch() -> None:
     assert out.proof is not None
     assert out.proof.exact
     assert "NumPy, Python or a generator of your own draws anew in each micro-batch" in out.proof.note
+
+
+@pytest.mark.parametrize("kind", ["numpy", "python", "generator"])
+def test_samples_that_meet_others_by_numbers_drawn_outside_torch_are_not_split(kind: str) -> None:
+    numbers = np.random.default_rng(0)
+
+    def permutation(size: int) -> list[int]:
+        if kind == "python":
+            return random.sample(range(size), size)
+        return list((np.random if kind == "numpy" else numbers).permutation(size))
+
+    def triplets(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return F.triplet_margin_loss(out, out.detach() + 0.1, out[permutation(len(out))], margin=2.0)
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    model = net()
+    before = [one.detach().clone() for one in model.parameters()]
+    step = anybatch.TrainStep(model, triplets, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=8)
+    with pytest.raises(anybatch.NotSplittable, match="has samples meet others"):
+        step(rows(24))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["some of them", "flips", "one of two losses", "noise in turn"])
+def test_numbers_drawn_outside_torch_by_which_no_samples_meet_are_split(kind: str) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        size, x = len(batch["x"]), batch["x"]
+        if kind == "flips":
+            x = torch.stack([one if random.random() < 0.5 else -one for one in x])
+        elif kind == "noise in turn":
+            x = x + torch.as_tensor(np.random.randn(*x.shape), dtype=x.dtype) * random.random()
+        each = F.cross_entropy(model(x), batch["y"], reduction="none")
+        if kind == "one of two losses" and random.random() < 0.5:
+            return model(x).square().mean()
+        return each[np.random.choice(size, size // 2, replace=False)].mean() if kind == "some of them" else each.mean()
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    proof = anybatch.backward(net(), loss, rows(24), micro_batch_size=8).proof
+    assert proof is not None
+    assert proof.outcome != "not exact"

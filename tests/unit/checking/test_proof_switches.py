@@ -5,8 +5,10 @@ How this could cost without need: a value that changes with each step is a new p
 
 import copy
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,86 @@ def test_a_phase_that_couples_the_samples_is_stopped_when_it_begins(kind: str) -
     with pytest.raises(anybatch.NotSplittable):
         step(batch_of())
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def centred(self: Any, x: torch.Tensor) -> Any:
+    return nn.Linear.forward(self, x - x.mean(0))
+
+
+class Plain(nn.Linear):
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("kind", ["object", "class", "numpy", "tensor"])
+def test_what_is_put_in_place_of_a_forward_and_what_is_written_to_outside_is_a_phase(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, weights = {"most": np.array(9.0)}, torch.ones(20)
+    model = Plain(4, 3) if kind == "class" else nn.Linear(4, 3)
+
+    def loss(model: Any, batch: Any) -> Any:
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        most, own = float(bound["most"]), weights[batch["index"]]
+        return (each * own).sum() / own.sum() if most > 1 else each.topk(3).values.mean()
+
+    step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=8)
+    batch = batch_of() | {"index": torch.arange(20).roll(3)}
+    for _ in range(4):
+        proof = step(batch).proof
+    assert proof is not None
+    assert proof.update == 0
+    if kind == "object":
+        model.forward = MethodType(centred, model)  # type: ignore[method-assign]
+    elif kind == "class":
+        monkeypatch.setattr(Plain, "forward", centred)
+    elif kind == "numpy":
+        bound["most"] = np.array(0.5)
+    else:
+        weights[::2] = 4.0
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch)
+
+
+class Ramped(nn.Module):
+    """Mixes samples far before its last operations, and before any that has a gradient, from a number on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+        self.rate, self.begins = 0.0, 0.85
+
+    def mixed(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        return x - x.mean(0) if rate > 0.85 else x
+
+    def forward(self, x: torch.Tensor, rate: float | None = None) -> torch.Tensor:
+        x = self.mixed(x, self.rate) if rate is None else x - x.mean(0) if rate > self.begins else x
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("kind", ["module", "batch"])
+def test_a_schedule_that_changes_in_each_step_is_proved_where_it_gets_beyond_a_number_of_the_code(kind: str) -> None:
+    model, proved = Ramped(), set()
+    is_of_batch = kind == "batch"
+
+    def loss(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"], batch["rate"] if is_of_batch else None), batch["y"])
+
+    step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), micro_batch_size=8)
+    for number in range(30):
+        model.rate = number / 30
+        batch = batch_of() | {"rate": model.rate}
+        if number == 26:  # 0.867
+            with pytest.raises(anybatch.NotSplittable):
+                step(batch)
+            break
+        proof = step(batch).proof
+        assert proof is not None
+        proved.add(proof.update)
+    assert number == 26
+    assert proved == {0, 1, 2, 4, 8, 16}
 
 
 def test_a_number_that_changes_in_each_step_is_rarely_proved_again() -> None:

@@ -303,3 +303,28 @@ def test_bytes_of_many_micro_batches_follow_from_a_pass_of_few() -> None:
         other.loss_fn.keep = keep
         said = search.row_of(splitting, keep).peak_bytes
         assert said == peak_of_step(other.step(micro_batch_size=2), batch)
+
+
+def test_graphs_that_are_alike_are_let_go_of_one_after_the_other() -> None:
+    """The peak is in the backward of the second, whose activations go while those of the others are all there."""
+
+    def encode(model: Any, batch: Any) -> Any:
+        return model(batch["x"]), model(batch["y"])
+
+    def loss(model: Any, outputs: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs[0] @ outputs[1].T, torch.arange(len(outputs[0])))
+
+    def step(keep: int | None = None, **options: Any) -> anybatch.TrainStep:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 128), torch.nn.GELU())
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(128, 4))
+        coupled = anybatch.Coupled(encode, loss, keep=keep)
+        return anybatch.TrainStep(model, coupled, torch.optim.AdamW(model.parameters()), **options)
+
+    batch = {name: torch.randn(64, 32) for name in "xy"}
+    search = Planner(step()._subject(Splittable([batch])), Target("cpu", "cpu", 0, True))._search
+    assert isinstance(search, CoupledSearch)
+    search.look_within(2**40, 2**40)
+    splitting = next(one for one in search.splittings if len(one.parts) == 8)
+    for keep in (0, 1, 2, 5, 8):
+        assert search.row_of(splitting, keep).peak_bytes == peak_of_step(step(keep, micro_batch_size=8), batch)
