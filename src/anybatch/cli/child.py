@@ -110,9 +110,9 @@ class Answer:
         frame, library = users_frame(sys._getframe(1))
         self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0), library)
 
-    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
+    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float) -> NoReturn:
         """Answers about a step of a plain loop; does not return."""
-        self._about(partial(FoundStep, names, file, line, optimizer), (file, line))
+        self._about(partial(FoundStep, names, file, line, optimizer, loss), (file, line))
 
     def _about(
         self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int], library: str = ""

@@ -224,8 +224,11 @@ def _use_of(
     adapter = _THROUGH.get(facts.get("library", ""), "")
     if saved is not None and not adapter:
         return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"))'
-    if not facts["updates"] and plan.chosen.optimizations:
-        return 'save it with --json plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
+    is_whole = bool(facts.get("refusal")) and not adapter  # with a budget the step would look at the split again
+    if (is_whole or not facts["updates"]) and plan.chosen.optimizations:
+        return f'save it with --json plan.json, then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))'
+    if is_whole:
+        return f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:

@@ -188,6 +188,8 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
             f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
         )
     loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if isinstance(loss, ast.NamedExpr):
+        raise StepUnclear(f"{where} gives the loss a name within its backward; give it one in the line before")
     if isinstance(loss, ast.Call) and called(loss) == "scale" and isinstance(loss.func, ast.Attribute):
         scaler = source.of(loss.func.value)
         if isinstance(value_of(scaler, names), torch.amp.GradScaler) and len(loss.args) == 1:

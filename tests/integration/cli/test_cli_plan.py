@@ -449,6 +449,15 @@ def test_a_step_of_a_library_is_told_what_takes_the_budget(
     assert _use_of(PLAN, memory, None, "plan.json" if library and memory else None, facts) == said
 
 
+@pytest.mark.parametrize("verb", ["TrainStep", "backward"])
+def test_where_a_split_is_refused_the_whole_batch_is_what_is_used(verb: str) -> None:
+    facts = {"updates": verb == "TrainStep", "plans_itself": True, "refusal": "why"}
+    rows = [replace(PLAN.chosen, recompute=recompute) for recompute in ((), ("0",))]
+    fits, recomputes = (_use_of(replace(PLAN, chosen=row), "1MiB", None, None, facts) for row in rows)
+    assert fits == f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
+    assert recomputes.endswith(f'then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))')
+
+
 def test_one_byte_is_one_byte() -> None:
     done = run("train.py", "--memory", "1", "--", "plan")
     assert (done.returncode, "which is 1 byte; expected a unit, such as 1GiB" in " ".join(done.stderr.split())) == (
