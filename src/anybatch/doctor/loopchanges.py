@@ -49,12 +49,16 @@ def update_of(step: LoopStep) -> Update | None:
         return None
     updates = [one for one in step.source.calls(step.loops[0], "step") if _is_optimizer(step, one)]
     goes_back = step.source.calls(step.loops[0], "backward")
-    if len(updates) > 1 or len(goes_back) > 1 or home_of(step, optimizer) is None:
+    home = home_of(step, optimizer)
+    if len(updates) > 1 or len(goes_back) > 1 or home is None:
         return None
     if any(_before_step_only(step, one, optimizer) for one in run_behind(step).statements):
         return None
     clips = [one for one, kind in found.items() if kind == "clip"]
-    return Update(optimizer, list(found), _limit(step, clips[0]) if clips else "")
+    limit = _limit(step, clips[0]) if clips else ""
+    if limit and (names_in(ast.parse(limit)) & stored([home]) or any(nodes_in(ast.parse(limit), ast.Call))):
+        return None  # it may be another one in each step
+    return Update(optimizer, list(found), limit)
 
 
 class Behind(NamedTuple):
@@ -379,8 +383,8 @@ def results_of(step: LoopStep) -> dict[str, str]:
     away = next((one for one in step.forward if one not in block), None)
     if away is not None:
         raise StepUnclear(
-            f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}, as where "
-            "training and evaluation share a loop; give the training a loop of its own"
+            f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}; put them "
+            "into one block, and where training and evaluation share a loop, give the training a loop of its own"
         )
     _check_behind(step)
     scope = step.source.scope(step.back)

@@ -69,6 +69,10 @@ IN_ORDER = {
     "a clip of a list": epochs(
         "nn.utils.clip_grad_norm_(all_of_it, 0.5)", before="all_of_it = list(model.parameters())"
     ),
+    "a clip by the loss": epochs("nn.utils.clip_grad_norm_(model.parameters(), loss.item())"),
+    "a clip that falls": epochs(
+        "nn.utils.clip_grad_norm_(model.parameters(), most)", before="most = 1.0", behind="most /= 2"
+    ),
     "a function that clips": epochs("clip()", before="def clip():\n    model[0].weight.grad.clamp_(-1, 1)"),
     "a schedule before the step": epochs(
         "schedule.step()", before="schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
