@@ -188,13 +188,15 @@ def _notes(ending: Ending) -> list[str]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if ending.facts.get("refusal"):
         notes.append(
-            "This is a plan of the whole batch: micro-batches are refused, since they would not give the whole "
-            "batch's gradient."
+            "This is a plan of the whole batch: micro-batches are refused, for the reason that is given below."
             if ending.facts["is_whole"]
             else "The step refuses these micro-batches: they would not give the whole batch's gradient."
         )
+    elif ending.facts.get("unproved"):
+        notes.append(f"That micro-batches have the whole batch's gradient is not proved: {ending.facts['unproved']}")
     elif ending.facts.get("obstacle"):
-        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.")
+        batch = f" The batch is {ending.facts['batch']}." if "batch" in ending.facts else ""
+        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.{batch}")
     return notes
 
 

@@ -222,7 +222,7 @@ class FoundStep:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
-        return facts | changed | {"trouble": self._trouble, "found": at}
+        return facts | changed | {"trouble": self._trouble, "found": at, "batch": self._step.batch_text}
 
 
 def _fits_whole(plan: Mapping[str, Any]) -> bool:

@@ -357,6 +357,8 @@ def _find_batch(step: LoopStep) -> None:
         longest = max((rows_of(value) for value in data.values()), default=0)
         step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
     rows = max(map(rows_of, step.batch.values()), default=0)
+    if rows > 1:  # a number in a tensor, such as that of a mixture, is the same for all
+        step.batch = {name: value for name, value in step.batch.items() if getattr(value, "numel", lambda: 2)() != 1}
     for name, value in given.items():
         if name in inside and isinstance(value, list | tuple) and len(value) == rows and name not in step.batch:
             step.batch[name] = value

@@ -424,7 +424,7 @@ def test_what_its_step_would_not_split_and_is_too_large_whole_ends_with_1(folder
     (folder / "loop.py").write_text(CONTRASTIVE, encoding="utf-8")
     done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "since its loss does not add up over samples" in " ".join(done.stderr.split())
+    assert "since its step does not add up over samples" in " ".join(done.stderr.split())
     assert "why it is not split: in micro-batches the gradient" in done.stderr
     assert "anybatch.Coupled" in done.stderr
     assert "import anybatch" not in done.stdout + done.stderr

@@ -11,12 +11,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import forked_python
+from anybatch.cli import child
+from anybatch.cli.plan import _notes
+from anybatch.cli.script import Ending
 from anybatch.doctor.loopsteps import StepUnclear
 from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
@@ -194,6 +198,30 @@ def test_a_forward_that_gives_another_loss_when_it_runs_again_is_refused() -> No
         found(text)
     found(text.replace("change(out)", "print(out.sum())"))
     found(epochs().replace("out = model(x)", "out = nn.functional.dropout(model(x))"))  # draws may differ
+
+
+def test_a_split_that_was_not_proved_is_said_to_be_so() -> None:
+    before = "def only(out):\n    return {64: 1, 16: 1}[len(out)]"
+    step = found(epochs(before=before).replace("out = model(x)", "out = model(x)\n        out = out * only(out)"))
+    made = SimpleNamespace(chosen=SimpleNamespace(micro_batches=4), micro_batch_size=16)
+    refusal, unproved = child._proved(made, step.call, {})
+    assert not refusal
+    assert "can't be run without the others (KeyError" in unproved
+    facts = {"micro_batch_size": None, "updates": True, "unproved": unproved}
+    assert f"gradient is not proved: {unproved}" in _notes(Ending("planned", facts))[0]
+
+
+@pytest.mark.usefixtures("constant_times")
+def test_a_loop_whose_split_was_not_proved_gets_the_plan_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_proved", lambda *given: ("", "why"))
+    step = found(epochs())
+    question = {"verb": "plan", "memory": "1GiB", "device": None, "ranks": None, "shard": "ddp"}
+    answer = child._answered(lambda: step, question)
+    assert (answer["is_whole"], answer["refusal"]) == (
+        True,
+        "that they have the whole batch's gradient is not proved: why",
+    )
+    assert "TrainStep(model, loss_fn, optimizer)" in answer["change"]
 
 
 def test_a_name_within_the_backward_is_refused() -> None:
