@@ -34,7 +34,7 @@ _ADAPTERS = {
 }
 _FABRIC = ("lightning.fabric.", "lightning_fabric.")
 _SAME = 1e-3  # of a loss that is computed again on the same tensors
-_COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda ).*)$", re.MULTILINE)  # a remedy of a refusal
+_COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda )(?:(?!  #|\.\.\.).)*)(?:  #.*)?$", re.MULTILINE)  # a remedy
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:

@@ -75,7 +75,7 @@ def run_behind(step: LoopStep) -> Behind:
         return Behind(found, changes)
     made, needed = stored(step.forward), inputs_of([*step.forward, step.loss])
     for one in block[block.index(step.forward[0]) : block.index(step.back)]:
-        if one in step.forward or (_clears(one) and not read([one]) & made):
+        if one in step.forward or _kind(step, one) == "clear" or (_clears(one) and not read([one]) & made):
             continue
         acts = any(called(call) not in _LOOKS for call in nodes_in(one, ast.Call))
         own = stored([one]) & needed | ({name for name in read([one]) & needed if acts and _is_object(step, name)})
@@ -414,6 +414,11 @@ def results_of(step: LoopStep) -> dict[str, str]:
             found[name] = f"anybatch.Mean({name} * {step.rows_text}, {step.rows_text})"
         elif isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
             found[name] = name
+        elif name not in names_in(step.forward, ast.Store):
+            raise StepUnclear(
+                f"the forward before {step.where(step.back)} changes {name!r}, as each micro-batch would; give its "
+                f"results names of their own, as in out = model(x), and put them into {name!r} after the step"
+            )
         else:
             raise StepUnclear(
                 f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is no tensor with a row "

@@ -20,6 +20,7 @@ import torch
 import forked_python
 from anybatch.cli import child
 from anybatch.cli.plan import _notes
+from anybatch.cli.plan_loops import _COUNT
 from anybatch.cli.script import Ending
 from anybatch.doctor.loopsteps import StepUnclear
 from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
@@ -68,6 +69,7 @@ def follow(module, model):
         for one, new in zip(module.parameters(), model.parameters()):
             one.lerp_(new, 0.5)
 """
+SIMPLE = "from types import SimpleNamespace\n"
 IN_ORDER = {
     "another optimizer steps once an epoch": epochs(before=OTHER, last="other.step(); other.zero_grad()"),
     "a clip of a list": epochs(
@@ -92,6 +94,12 @@ IN_ORDER = {
     ),
     "a teacher": ahead("follow(teacher, model)", TEACHER).replace("loss = (out - y)", "loss = (out - y - teacher(x))"),
     "a probe of the model": ahead("probes.append(model[0].weight.sum().item() + out.sum().item())", "probes = []"),
+    "a counter of an object that has the optimizer": ahead(
+        "holder.number += 1\nholder.optimizer.zero_grad()",
+        "holder = SimpleNamespace(optimizer=optimizer, number=0)",
+    )
+    .replace("out = model(x)", "out = model(x) + holder.number")
+    .replace(BATCHES, f"{SIMPLE}{BATCHES}"),
     "a change of the model's mode": ahead("model.eval()\nmodel.train()"),
 }
 READ_LATER = {
@@ -173,6 +181,9 @@ LATE = {
         .replace("optimizer.step()", "optimizer.step(); optimizer.zero_grad()"), "may leave out the backward"),
     "clears by the loss": (ahead("if loss.item() > 50:\n    optimizer.zero_grad()"), "clears gradients by what"),
     "reads a value that changes": (ahead("seen.append(loss.item())\nloss = loss * 2"), "reads 'loss' before the"),
+    "keeps its results in an object": (
+        epochs(before=f"{SIMPLE}kept = SimpleNamespace()", behind="seen.append(kept.loss.item())")
+        .replace("loss = ", "kept.loss = ").replace("loss.backward", "kept.loss.backward"), "changes 'kept', as each"),
     "decides by the loss": (ahead("if loss > 50:\n    loss = loss * 0.5"), "decides by values of the batch"),
     "decides by a value": (ahead("loss = loss * (2 if out.max().item() else 1)"), "decides by values of the batch"),
 }  # fmt: skip
@@ -222,6 +233,17 @@ def test_a_loop_whose_split_was_not_proved_gets_the_plan_of_the_whole_batch(monk
         "that they have the whole batch's gradient is not proved: why",
     )
     assert "TrainStep(model, loss_fn, optimizer)" in answer["change"]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "count"),
+    [("count=lambda batch: ...  # what the loss divides by", None),
+     ('count=lambda batch: batch["mask"].sum()  # if it is', 'lambda batch: batch["mask"].sum()'),
+     ('count=anybatch.count_tokens("y")', 'anybatch.count_tokens("y")')],
+)  # fmt: skip
+def test_a_count_is_taken_out_of_a_refusal_without_its_remark(remedy: str, count: str | None) -> None:
+    proposed = _COUNT.search(f"it is not. Instead:\n    {remedy}\n    more")
+    assert (proposed and proposed[1]) == count
 
 
 def test_a_name_within_the_backward_is_refused() -> None:
