@@ -374,11 +374,8 @@ def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
         yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
 
 
-def results_of(step: LoopStep) -> dict[str, str]:
-    """The code of the metrics for the tensors of the forward that the loop reads after the backward, by name.
-
-    They have one row per sample, or are means over the samples, such as the terms of a loss.
-    """
+def _check_block(step: LoopStep) -> None:
+    """Refuses a forward elsewhere than its backward, and what can't run behind both."""
     block = step.source.block(step.back)
     away = next((one for one in step.forward if one not in block), None)
     if away is not None:
@@ -387,6 +384,14 @@ def results_of(step: LoopStep) -> dict[str, str]:
             "into one block, and where training and evaluation share a loop, give the training a loop of its own"
         )
     _check_behind(step)
+
+
+def results_of(step: LoopStep) -> dict[str, str]:
+    """The code of the metrics for the tensors of the forward that the loop reads after the backward, by name.
+
+    They have one row per sample, or are means over the samples, such as the terms of a loss.
+    """
+    _check_block(step)
     scope = step.source.scope(step.back)
     deleted = {one.id for one in nodes_in(scope, ast.Name) if isinstance(one.ctx, ast.Del)} & stored(step.forward)
     if deleted:
