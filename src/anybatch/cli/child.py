@@ -110,9 +110,9 @@ class Answer:
         frame, library = users_frame(sys._getframe(1))
         self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0), library)
 
-    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
+    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float) -> NoReturn:
         """Answers about a step of a plain loop; does not return."""
-        self._about(partial(FoundStep, names, file, line, optimizer), (file, line))
+        self._about(partial(FoundStep, names, file, line, optimizer, loss), (file, line))
 
     def _about(
         self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int], library: str = ""
@@ -160,8 +160,10 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         if question["verb"] == "check":
             return facts
         if facts.get("refusal") and (counted := found.counted(facts["refusal"])) is not None:
-            still = _refusal(Plan.from_dict(facts["plan"]), counted, question)
-            facts |= {"refusal": facts["refusal"] if still else ""}
+            still, unproved = _proved(Plan.from_dict(facts["plan"]), counted, question)
+            facts |= {"refusal": facts["refusal"] if still else "", "unproved": unproved}
+        if facts.get("unproved") and not facts.get("refusal"):
+            facts["refusal"] = f"that they have the whole batch's gradient is not proved: {facts['unproved']}"
         facts = _or_whole(found.call, question, facts)
         return found.with_change(facts, question) if facts["status"] == "planned" else facts
     except AnyBatchError as error:
@@ -204,36 +206,38 @@ def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str 
     except DoesNotFit as error:
         needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
         return {"status": "too-large", "error": str(error), "refusal": refusal, **needs}
+    still, unproved = (refusal, "") if refusal or question.get("ranks") else _proved(made, call, question)
     facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
         "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
         "obstacle": _obstacle(made, call, options),
-        "refusal": refusal or ("" if question.get("ranks") else _refusal(made, call, question)),
+        "refusal": still,
+        "unproved": unproved,
     }
     return {"status": "planned", "plan": made.to_dict(), "is_whole": bool(refusal), **facts}
 
 
-def _refusal(made: Any, call: interception.Call, question: Mapping[str, Any]) -> str:
-    """Why the step does not take the micro-batches of its plan; empty where it does, or that shows in the run only."""
+def _proved(made: Any, call: interception.Call, question: Mapping[str, Any]) -> tuple[str, str]:
+    """Why the step does not take the micro-batches of its plan, or why that shows in the run only."""
     if call.options.get("verify") != "first" or made.chosen.micro_batches == 1:
-        return ""
+        return "", ""
     from anybatch.backpropagation import prove
     from anybatch.errors import NotSplittable
 
     if any(one.is_meta for one in call.model.parameters()):
-        return ""
+        return "", ""
     given = {**call.options, "micro_batch_size": made.micro_batch_size}
     given |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
     options = {name: value for name, value in given.items() if name in _CHECKED_OPTIONS}
     try:
-        prove(call.model, call.loss_fn, call.batch, **options)
+        proof = prove(call.model, call.loss_fn, call.batch, **options)
     except NotSplittable as error:
-        return str(error)
+        return str(error), ""
     except Exception as error:  # noqa: BLE001 - the plan is there already
-        logging.getLogger(__name__).info("the split was not proved: %s", error)
-    return ""
+        return "", f"it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return "", proof.note if proof is not None and proof.outcome == "undecided" else ""
 
 
 def _timelines(

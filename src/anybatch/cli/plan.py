@@ -188,13 +188,15 @@ def _notes(ending: Ending) -> list[str]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if ending.facts.get("refusal"):
         notes.append(
-            "This is a plan of the whole batch: micro-batches are refused, since they would not give the whole "
-            "batch's gradient."
+            "This is a plan of the whole batch: micro-batches are refused, for the reason that is given below."
             if ending.facts["is_whole"]
             else "The step refuses these micro-batches: they would not give the whole batch's gradient."
         )
+    elif ending.facts.get("unproved"):
+        notes.append(f"That micro-batches have the whole batch's gradient is not proved: {ending.facts['unproved']}")
     elif ending.facts.get("obstacle"):
-        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.")
+        batch = f" The batch is {ending.facts['batch']}." if "batch" in ending.facts else ""
+        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.{batch}")
     return notes
 
 
@@ -224,8 +226,11 @@ def _use_of(
     adapter = _THROUGH.get(facts.get("library", ""), "")
     if saved is not None and not adapter:
         return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"))'
-    if not facts["updates"] and plan.chosen.optimizations:
-        return 'save it with --json plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
+    is_whole = bool(facts.get("refusal")) and not adapter  # with a budget the step would look at the split again
+    if (is_whole or not facts["updates"]) and plan.chosen.optimizations:
+        return f'save it with --json plan.json, then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))'
+    if is_whole:
+        return f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import json
+import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +33,8 @@ _ADAPTERS = {
     "accelerate": "Accelerate takes the steps; use anybatch.integrations.accelerate.train_step",
 }
 _FABRIC = ("lightning.fabric.", "lightning_fabric.")
-_COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda ).*)$", re.MULTILINE)  # a remedy of a refusal
+_SAME = 1e-3  # of a loss that is computed again on the same tensors
+_COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda )(?:(?!  #|\.\.\.).)*)(?:  #.*)?$", re.MULTILINE)  # a remedy
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
@@ -55,15 +58,16 @@ class LoopWatch:
     """Waits for the first backward and the update that follows it, in a process that ends there.
 
     Args:
-        found: is called with the variables of the user's frame at the backward, its file and line, and the optimizer;
-            it does not return.
+        found: is called with the variables of the user's frame at the backward, its file and line, the optimizer, and
+            the value that goes back; it does not return.
         refused: is called with a sentence if a library calls the backward.
     """
 
-    def __init__(self, found: Callable[[dict[str, Any], str, int, Any], None], refused: Callable[[str], None]) -> None:
+    def __init__(self, found: Callable[..., None], refused: Callable[[str], None]) -> None:
         self._found, self._refused = found, refused
         self._seen: tuple[dict[str, Any], str, int] | None = None
         self._handles: list[Any] = []
+        self._loss = math.nan
         self._within: Any = None  # an optimizer that evaluates a closure, which goes back within its step
 
     def attach(self) -> None:
@@ -74,7 +78,7 @@ class LoopWatch:
         original = torch.Tensor.backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            self._look(sys._getframe(1))
+            self._look(sys._getframe(1), args[0])
             result = original(*args, **kwargs)  # type: ignore[no-untyped-call]
             self._end()
             return result
@@ -90,7 +94,7 @@ class LoopWatch:
         for one in self._handles:
             one.remove()
 
-    def _look(self, frame: FrameType | None) -> None:
+    def _look(self, frame: FrameType | None, loss: Any) -> None:
         if "anybatch.step" in sys.modules or "anybatch.backpropagation" in sys.modules:
             return  # the script has a step of anybatch's, or is about to make one
         if self._seen is not None:
@@ -100,6 +104,7 @@ class LoopWatch:
             self._refused(_ADAPTERS.get(library, f"{library or 'a library'} calls backward(), not the script itself"))
             return
         self._seen = {**frame.f_globals, **frame.f_locals}, frame.f_code.co_filename, frame.f_lineno
+        self._loss = loss.detach().item() if loss.numel() == 1 else math.nan
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._within = optimizer
@@ -107,7 +112,7 @@ class LoopWatch:
 
     def _end(self) -> None:
         if self._seen is not None and self._within is not None:
-            self._found(*self._seen, self._within)
+            self._found(*self._seen, self._within, self._loss)
 
 
 class FoundStep:
@@ -119,9 +124,9 @@ class FoundStep:
         StepUnclear: the step can't be separated from the rest of the loop.
     """
 
-    def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> None:
-        from anybatch.doctor.loopchanges import results_of, update_of
-        from anybatch.doctor.loopsteps import StepUnclear, step_at
+    def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float = math.nan) -> None:
+        from anybatch.doctor.loopchanges import results_of, run_behind, update_of
+        from anybatch.doctor.loopsteps import StepUnclear, step_at, value_of
 
         others = [one for one in _optimizers(names) if one is not optimizer and _has_gradients(one)]
         self._step = step = step_at(file, line, names, [optimizer, *others])
@@ -138,6 +143,41 @@ class FoundStep:
         options = {"optimizer": [optimizer, *others], "clip_norm": clip, "verify": "first"}
         # the step as the arguments of a ``TrainStep``
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
+        draws_batch = any("(" in text for text in step.taken_out.values())
+        if math.isfinite(loss) and not run_behind(step).changes and not draws_batch:
+            scale = value_of(step.scaler, names).get_scale() if step.scaler else 1.0
+            self._check_loss(loss / scale)
+
+    def _check_loss(self, loss: float) -> None:
+        """Refuses a forward that gives another loss when it runs again, though it neither draws nor has a state."""
+        import torch
+
+        from anybatch.doctor.loopsteps import StepUnclear
+        from anybatch.interception import unobserved
+        from anybatch.tensors.modules import modules_behind
+        from anybatch.update.transaction import Snapshot
+
+        model, loss_fn, batch, _ = self.call
+        before = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
+        found = []
+        try:
+            with unobserved():
+                for seed in (0, 1):
+                    torch.manual_seed(seed)
+                    result = loss_fn(model, batch)
+                    found.append((result[0] if isinstance(result, tuple) else result).item())
+        except Exception as error:  # noqa: BLE001 - planning will say what fails
+            logging.getLogger(__name__).info("the forward did not run again: %s", error)
+            return
+        finally:
+            before.restore()
+        if found[0] == found[1] and not math.isclose(found[0], loss, rel_tol=_SAME, abs_tol=_SAME**2):
+            raise StepUnclear(
+                f"the forward before {self._step.where(self._step.back)} gives a loss of {found[0]:.6g} when it runs "
+                f"again, where the loop had {loss:.6g}: something else takes part in it, such as a function that "
+                "changes a result in place, or a value that was changed since; have the function return the result, "
+                "and change the value after the backward"
+            )
 
     def counted(self, refusal: str) -> Call | None:
         """The call with the ``count=`` that a refusal proposes, which the lines to change then have, too."""
@@ -182,7 +222,7 @@ class FoundStep:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
-        return facts | changed | {"trouble": self._trouble, "found": at}
+        return facts | changed | {"trouble": self._trouble, "found": at, "batch": self._step.batch_text}
 
 
 def _fits_whole(plan: Mapping[str, Any]) -> bool:

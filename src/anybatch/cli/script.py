@@ -110,7 +110,9 @@ def _no_answer(ending: Ending, script: str, verb: str, done: str) -> str:
             return f"the loss of {script} failed in the check, see above: {facts['error']}"
         return (
             f"planning the step of {script} failed, see above: {facts['error'].rstrip('.')}. A plan runs the loss with "
-            "fewer samples than the batch has, which may be why; take sizes from the batch, as in len(x)"
+            "fewer samples than the batch has, which may be why; take sizes from the batch, as in len(x), and rows by "
+            "an index before the forward. A loss that needs all samples at once, as that of one graph with "
+            "its adjacency, can't be planned"
         )
     if ending.status == "failed":
         return f"{script} failed before it called {call}, see above."

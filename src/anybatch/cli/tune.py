@@ -86,7 +86,8 @@ def _asked(
         if not plan.facts["after"]:
             why = plan.facts["trouble"] or (
                 "its update stays the loop's own, since it is not one zero_grad, backward and step of one optimizer "
-                "in a loop, with at most clipping between"
+                "in a loop, with at most a clip between whose norm is not read, and before them no line that may leave "
+                "the batch out by the loss, or that has to know the model or the optimizer"
             )
             raise NoAnswer(
                 f"{at}:{line} can't be measured: {why}. Call an anybatch.TrainStep in its place, and tune it again"

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from anybatch.cli.doctor_records import records_of_ranks
+from anybatch.cli.doctor_records import is_record, records_of_ranks
 from anybatch.doctor.live import Judge, sentence_of
 from anybatch.records.findings import Finding
 from anybatch.records.tailing import Tail
@@ -40,6 +40,10 @@ def watch_command(record: Path, once: bool) -> None:
     and findings. It only reads the file: run it anywhere, end it by Ctrl-C, start it again. If the record does not
     exist yet, it waits; with --once that is an error, with exit code 2.
     """
+    if record.is_file() and not is_record(record):
+        raise click.UsageError(
+            f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
+        )
     console = Console(highlight=False)
     frames = Frames(record, bars=_ASCII if console.options.ascii_only else _BARS)
     if once:

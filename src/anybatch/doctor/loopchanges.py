@@ -1,19 +1,24 @@
 """The lines of a plain loop that change so that anybatch takes its step."""
 
 import ast
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, nodes_in
+from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, rows_of, stored, value_of
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
 _HARMLESS = ("print", "append", "item")
+_LOOKS = (*_HARMLESS, "len", "size", "numel", "detach", "cpu", "float", "int")
+_LEAVES = (ast.Return, ast.Break, ast.Continue)
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_DECIDES = ("item", "any", "all", "isnan", "isfinite", "isinf")
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
 
 
@@ -44,10 +49,122 @@ def update_of(step: LoopStep) -> Update | None:
         return None
     updates = [one for one in step.source.calls(step.loops[0], "step") if _is_optimizer(step, one)]
     goes_back = step.source.calls(step.loops[0], "backward")
-    if len(updates) > 1 or len(goes_back) > 1 or home_of(step, optimizer) is None:
+    home = home_of(step, optimizer)
+    if len(updates) > 1 or len(goes_back) > 1 or home is None:
+        return None
+    if any(_before_step_only(step, one, optimizer) for one in run_behind(step).statements):
         return None
     clips = [one for one, kind in found.items() if kind == "clip"]
-    return Update(optimizer, list(found), _limit(step, clips[0]) if clips else "")
+    limit = _limit(step, clips[0]) if clips else ""
+    if limit and (names_in(ast.parse(limit)) & stored([home]) or any(nodes_in(ast.parse(limit), ast.Call))):
+        return None  # it may be another one in each step
+    return Update(optimizer, list(found), limit)
+
+
+class Behind(NamedTuple):
+    """What stands between a forward and its backward, and has to run after both, in its order."""
+
+    statements: list[ast.stmt]
+    changes: bool  # whether one of them changes what the forward reads
+
+
+def run_behind(step: LoopStep) -> Behind:
+    """The statements that read what the forward gives or change what it reads, and those that depend on them."""
+    block, found, changes = step.source.block(step.back), list[ast.stmt](), False
+    if not step.forward or step.forward[0] not in block:
+        return Behind(found, changes)
+    made, needed = stored(step.forward), inputs_of([*step.forward, step.loss])
+    for one in block[block.index(step.forward[0]) : block.index(step.back)]:
+        if one in step.forward or _kind(step, one) == "clear" or (_clears(one) and not read([one]) & made):
+            continue
+        acts = any(called(call) not in _LOOKS for call in nodes_in(one, ast.Call))
+        own = stored([one]) & needed | ({name for name in read([one]) & needed if acts and _is_object(step, name)})
+        if own or read([one]) & made or stored([one]) & made:
+            changes |= bool(own)
+            found.append(one)
+            made |= stored([one])
+            needed |= read([one]) if own else set()
+    return Behind(found, changes)
+
+
+def _is_object(step: LoopStep, name: str) -> bool:
+    """Whether a call may change what a name stands for, as an update of a teacher does."""
+    value = step.names.get(name)
+    known = (torch.Tensor, str, int, float, complex, list, tuple, dict, types.ModuleType, torch.device, torch.dtype)
+    return isinstance(value, torch.nn.Module) or not (value is None or callable(value) or isinstance(value, known))
+
+
+def _clears(statement: ast.stmt) -> bool:
+    """Whether a statement clears gradients, in any form."""
+    stores = (one for one in nodes_in(statement, ast.Attribute) if isinstance(one.ctx, ast.Store))
+    calls = (called(one) for one in nodes_in(statement, ast.Call))
+    return any(one.attr == "grad" for one in stores) or "zero_grad" in calls
+
+
+def _before_step_only(step: LoopStep, statement: ast.stmt, optimizer: str) -> bool:
+    """Whether a statement may not run after the update: it can leave the loop, or knows the model or the optimizer."""
+    held = {*step.modules, optimizer}
+    roots = {text.partition(".")[0] for text in held}
+    for node in ast.walk(statement):
+        if isinstance(node, (*_LEAVES, ast.Raise, ast.Assert)) or called(node) == "step":
+            return True
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            return True  # such as a learning rate
+        if isinstance(node, ast.Name | ast.Attribute) and step.source.of(node) in held:
+            return True
+        if isinstance(node, ast.Name) and node.id in roots:
+            outer = step.source.parent(node)
+            call = step.source.parent(outer) if isinstance(outer, ast.Attribute) else None
+            if not isinstance(outer, ast.Attribute) or (isinstance(call, ast.Call) and call.func is outer):
+                return True  # log(self), self.log()
+    return False
+
+
+def _check_behind(step: LoopStep) -> None:
+    """Refuses what would be another training once it runs behind the backward."""
+    block, made = step.source.block(step.back), stored(step.forward)
+    for one in run_behind(step).statements:
+        later = [other for other in step.forward if other.lineno > one.lineno]
+        again = read([one]) & stored(later)
+        if again:
+            raise StepUnclear(
+                f"{step.where(one)} reads {min(again)!r} before the forward gives it another value; give the two "
+                "values different names"
+            )
+        leaving = next((node for node in ast.walk(one) if isinstance(node, _LEAVES)), None)
+        if leaving is not None and not any(_clears(other) for other in block[: block.index(step.back)]):
+            raise StepUnclear(
+                f"{step.where(leaving)} may leave out the backward by what the forward gave, and anybatch runs both; "
+                "call zero_grad() at the start of each iteration, so that it may leave out the optimizer's step instead"
+            )
+        if _clears(one):
+            raise StepUnclear(
+                f"{step.where(one)} clears gradients by what the forward gave, and anybatch runs it with the backward; "
+                "call zero_grad() at the start of each iteration"
+            )
+    for node in nodes_in(step.forward, ast.AST):
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and _decides(step, node.test, made):
+            raise StepUnclear(
+                f"{step.where(node)} decides by values of the batch, as each micro-batch would for itself; decide for "
+                "each sample, as by torch.where, or before the forward"
+            )
+
+
+def _decides(step: LoopStep, test: ast.expr, made: set[str]) -> bool:
+    """Whether a condition is about the values that a forward gives, and not about their shapes."""
+    for node in ast.walk(test):
+        is_order = isinstance(node, ast.Compare) and any(isinstance(one, _ORDERS) for one in node.ops)
+        if not (is_order or called(node) in _DECIDES) or not read([node]) & made:
+            continue
+        sides: list[ast.AST] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node]
+        if any(read([one]) & made and not _is_shape(one) for one in sides):
+            return True
+    return False
+
+
+def _is_shape(node: ast.AST) -> bool:
+    attributes = {one.attr for one in nodes_in(node, ast.Attribute)}
+    return bool(attributes & {"shape", "ndim", "dim", "size", "numel"}) or "len" in map(called, ast.walk(node))
 
 
 def _may_wait(step: LoopStep, statement: ast.stmt) -> bool:
@@ -174,10 +291,8 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     if len(lines) > 1 and block[0].lineno == step.back.lineno and line[: block[0].col_offset].strip():
         raise StepUnclear(f"{step.where(step.back)} stands in the line of its loop; put it in a line of its own")
     yield source.replaced(step.back, f"\n{source.indent(step.back)}".join(lines))
-    given = stored(step.forward)
-    for one in block[block.index(first) : block.index(step.back)]:
-        if one not in gone and read([one]) & given:  # reads what is there after the step only
-            yield from source.moved(one, step.back, after=True)
+    for one in run_behind(step).statements:
+        yield from source.moved(one, step.back, after=True)
 
 
 def _free(taken: set[str], name: str) -> str:
@@ -191,7 +306,18 @@ def _outside(step: LoopStep) -> set[str]:
     near = inputs_of(_from_here(step, inner))
     if isinstance(inner, LOOPS):
         near |= inputs_of(inner.orelse) | inputs_of(_after(step, inner))
-    return stored(step.forward) & near
+    return stored(step.forward) & (near | _read_by_functions(scope))
+
+
+def _read_by_functions(scope: ast.AST) -> set[str]:
+    """Names of a scope that functions in it read, whenever they are called."""
+    found = set[str]()
+    for one in nodes_in(scope, ast.AST):
+        if one is not scope and isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            body = one.body if isinstance(one.body, list) else [one.body]
+            own = {each.arg for each in nodes_in(one.args, ast.arg)} | names_in(body, ast.Store)
+            found |= names_in(body, ast.Load) - own
+    return found
 
 
 def _after(step: LoopStep, loop: ast.stmt) -> list[ast.AST]:
@@ -248,18 +374,24 @@ def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
         yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
 
 
+def _check_block(step: LoopStep) -> None:
+    """Refuses a forward elsewhere than its backward, and what can't run behind both."""
+    block = step.source.block(step.back)
+    away = next((one for one in step.forward if one not in block), None)
+    if away is not None:
+        raise StepUnclear(
+            f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}; put them "
+            "into one block, and where training and evaluation share a loop, give the training a loop of its own"
+        )
+    _check_behind(step)
+
+
 def results_of(step: LoopStep) -> dict[str, str]:
     """The code of the metrics for the tensors of the forward that the loop reads after the backward, by name.
 
     They have one row per sample, or are means over the samples, such as the terms of a loss.
     """
-    block = step.source.block(step.back)
-    away = next((one for one in step.forward if one not in block), None)
-    if away is not None:
-        raise StepUnclear(
-            f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}, as where "
-            "training and evaluation share a loop; give the training a loop of its own"
-        )
+    _check_block(step)
     scope = step.source.scope(step.back)
     deleted = {one.id for one in nodes_in(scope, ast.Name) if isinstance(one.ctx, ast.Del)} & stored(step.forward)
     if deleted:
@@ -287,6 +419,11 @@ def results_of(step: LoopStep) -> dict[str, str]:
             found[name] = f"anybatch.Mean({name} * {step.rows_text}, {step.rows_text})"
         elif isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
             found[name] = name
+        elif name not in names_in(step.forward, ast.Store):
+            raise StepUnclear(
+                f"the forward before {step.where(step.back)} changes {name!r}, as each micro-batch would; give its "
+                f"results names of their own, as in out = model(x), and put them into {name!r} after the step"
+            )
         else:
             raise StepUnclear(
                 f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is no tensor with a row "

@@ -188,6 +188,8 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
             f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
         )
     loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if isinstance(loss, ast.NamedExpr):
+        raise StepUnclear(f"{where} gives the loss a name within its backward; give it one in the line before")
     if isinstance(loss, ast.Call) and called(loss) == "scale" and isinstance(loss.func, ast.Attribute):
         scaler = source.of(loss.func.value)
         if isinstance(value_of(scaler, names), torch.amp.GradScaler) and len(loss.args) == 1:
@@ -355,6 +357,8 @@ def _find_batch(step: LoopStep) -> None:
         longest = max((rows_of(value) for value in data.values()), default=0)
         step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
     rows = max(map(rows_of, step.batch.values()), default=0)
+    if rows > 1:  # a number in a tensor, such as that of a mixture, is the same for all
+        step.batch = {name: value for name, value in step.batch.items() if getattr(value, "numel", lambda: 2)() != 1}
     for name, value in given.items():
         if name in inside and isinstance(value, list | tuple) and len(value) == rows and name not in step.batch:
             step.batch[name] = value

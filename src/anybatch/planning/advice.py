@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -123,6 +124,7 @@ def stopped(reached: int, enough: int | None, room: Room, remedies: Callable[[in
     )
 
 
+_PATIENCE = 15.0  # seconds after which no further way out is planned
 _MOST_FROZEN = 2
 _OF_A_WEIGHT = 4  # its gradient, two moments and a master copy are the most that freezing saves for each of its bytes
 
@@ -151,8 +153,11 @@ def what_helps(
     for a step, and is ``None`` where nothing is to be tried.
     """
     reasons = [text for text in (why_whole(subject),) if text]
-    tried = []
+    tried, late, begun = list[tuple[int, str]](), list[str](), time.monotonic()
     for way in _remedies(subject, holders, needed - budget, activations) if least is not None else ():
+        if time.monotonic() - begun > _PATIENCE:
+            late.append(way.text)
+            continue
         try:
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
@@ -160,13 +165,14 @@ def what_helps(
             logger.info("%s was not tried to its end (%s: %.100s)", way.text, type(error).__name__, error)
     fits = [f"{text} needs {format_bytes(size)}" for size, text in tried if size <= budget]
     helps = [f"{text} needs {format_bytes(size)}" for size, text in sorted(tried) if budget < size < needed]
+    more = f". Not planned, for time: {'; '.join(late)}" if late else ""
     if fits:
-        return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}"])
+        return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}{more}"])
     also = f"; of what was planned, these need less: {'; '.join(helps)}" if helps else ""
     smaller = "Smaller samples or a smaller model are needed"
     if subject.is_recurrent or least is None:
         smaller = f"{_IN_CHUNKS if _goes_in_chunks(subject) else ''}{_SMALLER}"
-    return " ".join([*reasons, f"{smaller}{also}"])
+    return " ".join([*reasons, f"{smaller}{also}{more}"])
 
 
 def why_whole(subject: Subject) -> str:
@@ -177,7 +183,7 @@ def why_whole(subject: Subject) -> str:
     if subject.splittable.rows == 1:
         return "The batch is one sample, which is not split."
     if subject.is_coupled:
-        return "The batch is not split, since its loss does not add up over samples."
+        return "The batch is not split, since its step does not add up over samples."
     if subject.splits or not modules:
         return ""
     verb = "is" if len(modules) == 1 else "are"

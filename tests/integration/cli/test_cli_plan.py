@@ -424,7 +424,7 @@ def test_what_its_step_would_not_split_and_is_too_large_whole_ends_with_1(folder
     (folder / "loop.py").write_text(CONTRASTIVE, encoding="utf-8")
     done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "since its loss does not add up over samples" in " ".join(done.stderr.split())
+    assert "since its step does not add up over samples" in " ".join(done.stderr.split())
     assert "why it is not split: in micro-batches the gradient" in done.stderr
     assert "anybatch.Coupled" in done.stderr
     assert "import anybatch" not in done.stdout + done.stderr
@@ -447,6 +447,15 @@ def test_a_step_of_a_library_is_told_what_takes_the_budget(
 ) -> None:
     facts = {"updates": True, "plans_itself": plans_itself, "library": library}
     assert _use_of(PLAN, memory, None, "plan.json" if library and memory else None, facts) == said
+
+
+@pytest.mark.parametrize("verb", ["TrainStep", "backward"])
+def test_where_a_split_is_refused_the_whole_batch_is_what_is_used(verb: str) -> None:
+    facts = {"updates": verb == "TrainStep", "plans_itself": True, "refusal": "why"}
+    rows = [replace(PLAN.chosen, recompute=recompute) for recompute in ((), ("0",))]
+    fits, recomputes = (_use_of(replace(PLAN, chosen=row), "1MiB", None, None, facts) for row in rows)
+    assert fits == f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
+    assert recomputes.endswith(f'then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))')
 
 
 def test_one_byte_is_one_byte() -> None:

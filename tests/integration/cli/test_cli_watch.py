@@ -108,6 +108,9 @@ def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path, monkeyp
     path, runner = Path("run.jsonl"), CliRunner()
     result = runner.invoke(main, ["watch", "--once", str(path)])
     assert (result.exit_code, "run.jsonl is not there; anybatch doctor --record" in result.output) == (2, True)
+    Path("train.py").write_text("import torch\n", encoding="utf-8")
+    result = runner.invoke(main, ["watch", "train.py"])
+    assert (result.exit_code, "train.py is no record of a run" in result.output) == (2, True)
     for rank, steps in ((0, 3), (1, 2)):
         lines = ['{"kind":"started","script":"train.py","arguments":["--lr","1"]}', '{"kind":"optimizer","at":1}']
         lines += [f'{{"kind":"stepped","optimizer":0,"number":{n},"lrs":[0.5],"at":{n + 2},"step":{n + 1}}}'

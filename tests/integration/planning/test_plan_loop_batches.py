@@ -96,6 +96,17 @@ while loss.item() < 0 or not seen:
     assert "loss = torch.tensor(result.loss)" in answer["change"]
 
 
+def test_a_number_in_a_tensor_is_no_part_of_the_batch() -> None:
+    step = found("""
+for x, y in loader:
+    share = torch.ones(1).double()
+    optimizer.zero_grad()
+    (model(x) - share * y).square().mean().backward()
+    optimizer.step()
+""")
+    assert step._step.batch_text == "(x, y)"
+
+
 def test_a_batch_that_can_not_be_cut_gets_no_size() -> None:
     step = found("""
 for x, y in loader:

@@ -1,7 +1,8 @@
 """A changed loop trains what the original trained, or the loop is refused with what to do.
 
 How it could be silently wrong: a statement that stood between the backward and the step runs behind the step; gradients
-of another optimizer are cleared; micro-batches draw, or take out of a queue, once more; a value of the loop is old.
+of another optimizer are cleared; micro-batches draw, or take out of a queue, once more; a value of the loop is old;
+a statement that stood between the forward and the backward runs before both, or after the update.
 """
 
 import os
@@ -10,12 +11,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import forked_python
+from anybatch.cli import child
+from anybatch.cli.plan import _notes
+from anybatch.cli.plan_loops import _COUNT
+from anybatch.cli.script import Ending
 from anybatch.doctor.loopsteps import StepUnclear
 from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
@@ -39,15 +45,39 @@ def epochs(
     return f"{BATCHES}{before}\nfor epoch in range(2):\n    {first}\n    for x, y in loader:{loop}\n    {last}\n"
 
 
+def ahead(lines: str, before: str = "", *, last: str = "pass") -> str:
+    """The same with lines between the forward and the backward."""
+    lines = lines.replace("\n", "\n        ")
+    return epochs(before=before, last=last).replace(
+        "        loss.backward()", f"        {lines}\n        loss.backward()"
+    )
+
+
 OTHER = """
 head = whole(nn.Linear(4, 4))
 model, optimizer.param_groups[0]["lr"] = nn.Sequential(model, head), 2**-24
 other = torch.optim.SGD(head.parameters(), 2**-24)
 """
+TEACHER = """
+import copy
+
+teacher = copy.deepcopy(model).requires_grad_(False)
+
+
+def follow(module, model):
+    with torch.no_grad():
+        for one, new in zip(module.parameters(), model.parameters()):
+            one.lerp_(new, 0.5)
+"""
+SIMPLE = "from types import SimpleNamespace\n"
 IN_ORDER = {
     "another optimizer steps once an epoch": epochs(before=OTHER, last="other.step(); other.zero_grad()"),
     "a clip of a list": epochs(
         "nn.utils.clip_grad_norm_(all_of_it, 0.5)", before="all_of_it = list(model.parameters())"
+    ),
+    "a clip by the loss": epochs("nn.utils.clip_grad_norm_(model.parameters(), loss.item())"),
+    "a clip that falls": epochs(
+        "nn.utils.clip_grad_norm_(model.parameters(), most)", before="most = 1.0", behind="most /= 2"
     ),
     "a function that clips": epochs("clip()", before="def clip():\n    model[0].weight.grad.clamp_(-1, 1)"),
     "a schedule before the step": epochs(
@@ -56,8 +86,30 @@ IN_ORDER = {
     "an alias of the learning rate": epochs("group['lr'] /= 2", before="group = optimizer.param_groups[0]"),
     "a step that is left out": epochs("if loss < 50: continue"),
     "a tensor that is changed": epochs("total += loss.item()", before="total = torch.zeros(1)"),
+    "a batch that is left out": ahead("if loss.item() % 2 < 1:\n    continue"),
+    "an end of an epoch": ahead("if loss.item() % 2 < 1:\n    break"),
+    "an error": ahead("if not loss.isfinite():\n    raise ValueError(loss)"),
+    "a learning rate by the loss": ahead(
+        "rate = 2**-12 / (1 + loss.item())\nfor group in optimizer.param_groups:\n    group['lr'] = rate"
+    ),
+    "a teacher": ahead("follow(teacher, model)", TEACHER).replace("loss = (out - y)", "loss = (out - y - teacher(x))"),
+    "a probe of the model": ahead("probes.append(model[0].weight.sum().item() + out.sum().item())", "probes = []"),
+    "a counter of an object that has the optimizer": ahead(
+        "holder.number += 1\nholder.optimizer.zero_grad()",
+        "holder = SimpleNamespace(optimizer=optimizer, number=0)",
+    )
+    .replace("out = model(x)", "out = model(x) + holder.number")
+    .replace(BATCHES, f"{SIMPLE}{BATCHES}"),
+    "a change of the model's mode": ahead("model.eval()\nmodel.train()"),
 }
 READ_LATER = {
+    "a metric of a metric": ahead("guess = out.argmax(1)\nhits = (guess == 1).sum().item()\nseen.append(hits)"),
+    "a counter that the forward reads": ahead("number += 1\nseen.append(loss.item())", "number = 0").replace(
+        "out = model(x)", "out = model(x) + number"
+    ),
+    "a function that reads a variable of the script": epochs(
+        before="def log():\n    seen.append(loss.item())", behind="log()"
+    ),
     "else of the loop": epochs().rstrip()[: -len("pass")] + "else:\n        seen.append(loss.item())\n",
     "a value from before the loop": epochs(first="loss = torch.zeros(1)", last="seen.append(loss.item())"),
     "a sum between the backward and the step": epochs("number = 1; seen.append(loss.item())"),
@@ -121,6 +173,82 @@ def test_what_a_micro_batch_would_do_again_or_not_take_is_refused(name: str) -> 
     more = "from collections import deque\nqueue, others = deque([1.0, 2.0]), iter([1.0, 2.0])\n"
     with pytest.raises(StepUnclear, match=said):
         found(more + ROWS.format(before, loss))
+
+
+LATE = {
+    "clears after the step": (
+        ahead("if loss.item() % 2 < 1:\n    continue").replace("        optimizer.zero_grad()\n", "")
+        .replace("optimizer.step()", "optimizer.step(); optimizer.zero_grad()"), "may leave out the backward"),
+    "clears by the loss": (ahead("if loss.item() > 50:\n    optimizer.zero_grad()"), "clears gradients by what"),
+    "reads a value that changes": (ahead("seen.append(loss.item())\nloss = loss * 2"), "reads 'loss' before the"),
+    "keeps its results in an object": (
+        epochs(before=f"{SIMPLE}kept = SimpleNamespace()", behind="seen.append(kept.loss.item())")
+        .replace("loss = ", "kept.loss = ").replace("loss.backward", "kept.loss.backward"), "changes 'kept', as each"),
+    "decides by the loss": (ahead("if loss > 50:\n    loss = loss * 0.5"), "decides by values of the batch"),
+    "decides by a value": (ahead("loss = loss * (2 if out.max().item() else 1)"), "decides by values of the batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_can_not_run_behind_the_backward_is_said(name: str) -> None:
+    text, said = LATE[name]
+    answer = found(text).with_change({}, {"memory": None})
+    assert (said in answer["trouble"], answer["change"]) == (True, ""), answer["trouble"]
+
+
+@pytest.mark.parametrize("test", ["out.dim() > 1", "len(out) > 1", "epoch > 0", "out is not None"])
+def test_a_decision_by_what_each_micro_batch_has_alike_is_taken_over(test: str) -> None:
+    answer = found(ahead(f"if {test}:\n    loss = loss * 2")).with_change({}, {"memory": "free"})
+    assert answer["change"], answer["trouble"]
+
+
+def test_a_forward_that_gives_another_loss_when_it_runs_again_is_refused() -> None:
+    function = "def change(values):\n    values[:, 0] = 0"
+    text = epochs(before=function).replace("out = model(x)", "out = model(x)\n        change(out)")
+    with pytest.raises(StepUnclear, match=r"gives a loss of .* when it runs again, where the loop had"):
+        found(text)
+    found(text.replace("change(out)", "print(out.sum())"))
+    found(epochs().replace("out = model(x)", "out = nn.functional.dropout(model(x))"))  # draws may differ
+
+
+def test_a_split_that_was_not_proved_is_said_to_be_so() -> None:
+    before = "def only(out):\n    return {64: 1, 16: 1}[len(out)]"
+    step = found(epochs(before=before).replace("out = model(x)", "out = model(x)\n        out = out * only(out)"))
+    made = SimpleNamespace(chosen=SimpleNamespace(micro_batches=4), micro_batch_size=16)
+    refusal, unproved = child._proved(made, step.call, {})
+    assert not refusal
+    assert "can't be run without the others (KeyError" in unproved
+    facts = {"micro_batch_size": None, "updates": True, "unproved": unproved}
+    assert f"gradient is not proved: {unproved}" in _notes(Ending("planned", facts))[0]
+
+
+@pytest.mark.usefixtures("constant_times")
+def test_a_loop_whose_split_was_not_proved_gets_the_plan_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_proved", lambda *given: ("", "why"))
+    step = found(epochs())
+    question = {"verb": "plan", "memory": "1GiB", "device": None, "ranks": None, "shard": "ddp"}
+    answer = child._answered(lambda: step, question)
+    assert (answer["is_whole"], answer["refusal"]) == (
+        True,
+        "that they have the whole batch's gradient is not proved: why",
+    )
+    assert "TrainStep(model, loss_fn, optimizer)" in answer["change"]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "count"),
+    [("count=lambda batch: ...  # what the loss divides by", None),
+     ('count=lambda batch: batch["mask"].sum()  # if it is', 'lambda batch: batch["mask"].sum()'),
+     ('count=anybatch.count_tokens("y")', 'anybatch.count_tokens("y")')],
+)  # fmt: skip
+def test_a_count_is_taken_out_of_a_refusal_without_its_remark(remedy: str, count: str | None) -> None:
+    proposed = _COUNT.search(f"it is not. Instead:\n    {remedy}\n    more")
+    assert (proposed and proposed[1]) == count
+
+
+def test_a_name_within_the_backward_is_refused() -> None:
+    with pytest.raises(StepUnclear, match="gives the loss a name within its backward"):
+        found(epochs().replace("loss.backward()", "(goal := loss * 2).backward()"))
 
 
 def test_indices_of_a_comprehension_in_the_loss_are_the_batch() -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch
+from anybatch.planning import advice
 from anybatch.units import parse_bytes
 
 
@@ -81,6 +82,15 @@ def test_each_way_that_is_said_to_fit_does(name: str) -> None:
         for _ in range(3):
             taken = anybatch.measure(functools.partial(step, batch), model=model, optimizer=optimizer, batch=batch)
             assert taken.peak_bytes <= parse_bytes(memory), way
+
+
+def test_ways_that_no_time_is_left_for_are_named_as_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "_PATIENCE", -1.0)
+    said = str(refused("Adam"))
+    assert "Not planned, for time: " in said
+    assert "torch.optim.SGD without momentum" in said
+    assert "of what was planned" not in said
+    assert "These were planned" not in said
 
 
 def test_batch_norm_is_named_where_it_is_why_nothing_is_split() -> None:
