@@ -335,12 +335,18 @@ class Follower:
             return  # nobody planned sizes that were halved
         with _apart(subject):
             subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
-            planner = self._planner_of(subject, self._budget_of(subject))
+            planner = self._planner_of(subject, budget := self._budget_of(subject))
             if planner.fits(plan.chosen):
                 return
             logger.info("planning again: the step runs other operations than those that were planned for")
-            self._made = []
-            self._make_for_larger(subject)
+            made, self._made = self._made, []
+            try:
+                self._make_for_larger(subject)
+            except DoesNotFit as error:
+                if error.needed is None or error.needed > budget:
+                    raise
+                self._made = made  # it ran out of memory far below the budget, which says nothing of the plan
+                logger.warning("the plan is kept: the step ran out of memory while it was planned again")
         self._hand_over(subject)
 
     def _make_for_larger(self, subject: Subject) -> None:

@@ -13,7 +13,8 @@ ACCUMULATED_AFTER = 8
 AccumulatePolicy = Literal["auto", "fp32", "native"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel needs some bytes each
+# Numbers that are looked at in one go, each of which takes 16 bytes: together less than half of what the tensor takes.
+_AT_ONCE, _SHARE, _FEW = 2**18, 16, 256
 
 
 def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy: AccumulatePolicy) -> bool:
@@ -147,8 +148,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE]
+    size = min(_AT_ONCE, max(_FEW, bits.numel() // _SHARE))
+    for start in range(0, bits.numel(), size):
+        part = bits[start : start + size]
         odd = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)
         total += (part * odd).sum()  # integers wrap around, in whatever order they are added
     return total
