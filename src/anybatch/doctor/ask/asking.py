@@ -15,6 +15,7 @@ from anybatch.doctor.ask import (
     axes,
     batches,
     copies,
+    crediting,
     discarded,
     fitting,
     functions,
@@ -44,7 +45,7 @@ OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, 
 _COPIES = 16
 """How many times what a step makes is held at once: of it run again and once more changed, values, graph, gradients."""
 
-OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, ideals, straightness, fitting, relating)
+OF_A_STEP = (rows, pairs, axes, weighing, crediting, functions, arguments, ideals, straightness, fitting, relating)
 """Has what is asked of each step that was written down; the last two run it many times."""
 
 
