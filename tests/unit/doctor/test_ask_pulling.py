@@ -71,6 +71,14 @@ def test_near_pairs_and_distances_that_have_a_value_are_not(loss: Loss, mined: b
     assert answer(lambda: pairs(loss, mined=mined), "far pairs") == "no"
 
 
+@pytest.mark.parametrize("distance", [F.pairwise_distance, by_hand])
+def test_marks_of_alike_pairs_are_not_what_a_distance_should_be(
+    distance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    assert answer(lambda: pairs(contrast(distance)), "error preferred") != "yes"
+    assert answer(lambda: pairs(contrast(distance), mined=True), "error preferred") != "yes"
+
+
 def padded(*, at: str, longest: int, late: bool = False) -> None:
     """Rows of 5 to 10 tokens of which some are longer."""
     embed, rnn, head = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=not late), nn.Linear(8, 1)

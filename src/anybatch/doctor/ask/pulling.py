@@ -44,7 +44,7 @@ def far_pairs(step: Step) -> Iterator[Probed]:
     """
     run = None
     for operation in step.used(*_DISTANCES, *_SIZES):
-        sides = _sides(step, operation)
+        sides = sides_of(step, operation)
         given = _given(step, sides) if sides else []
         if len(given) != 2:
             continue
@@ -67,7 +67,7 @@ def far_pairs(step: Step) -> Iterator[Probed]:
         yield said(operation, answer="yes" if is_turned else "no", **seen)
 
 
-def _sides(step: Step, operation: Operation) -> list[Slot]:
+def sides_of(step: Step, operation: Operation) -> list[Slot]:
     """What a number for each pair of rows compares: the distance of two tensors."""
     if operation.name in _DISTANCES:
         return operation.given[:2]
