@@ -100,3 +100,38 @@ def test_rewards_of_many_kinds_are_not() -> None:
 
     assert answer(lambda: rewarded(drawn, [1.0]), "past sums") == "no"
     assert answer(lambda: rewarded(torch.tensor, [1.0, 0.0]), "past sums") == "no"
+
+
+def one_by_one(order: str) -> None:
+    """Each log-probability meets its return alone, in a loop over the steps of an episode."""
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for _ in range(12):
+        acted = [Categorical(logits=net(one)) for one in torch.randn(20, 4)]
+        scores = [one.log_prob(one.sample()) for one in acted]
+        many = torch.stack(scores)
+        optimizer.zero_grad()
+        if order == "appended":
+            sums = scaled(past([1.0] * 20))
+            total = sum(-one * two for one, two in zip(scores, sums, strict=True))
+        elif order == "put in front":
+            sums = scaled(to_come([1.0] * 20))
+            total = sum(-one * two for one, two in zip(scores, sums, strict=True))
+        else:  # from the end on, as each return is made
+            sums, total = torch.tensor(0.0), torch.tensor(0.0)
+            for place in reversed(range(20)):
+                sums = 1.0 + 0.97 * sums
+                if order == "numbers":
+                    total = total - many[place] * float(sums)
+                else:
+                    total = total - (scores[place] if order == "backwards" else many[place]) * sums
+        total.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("order", "told"), [("appended", "yes"), ("put in front", "no"), ("backwards", "no"), ("places", "no"),
+                        ("numbers", "no")],
+)  # fmt: skip
+def test_numbers_that_meet_one_by_one_are_in_the_order_of_their_steps(order: str, told: str) -> None:
+    assert answer(lambda: one_by_one(order), "past sums") == told

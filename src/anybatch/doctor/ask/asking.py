@@ -15,14 +15,18 @@ from anybatch.doctor.ask import (
     axes,
     batches,
     copies,
+    crediting,
     discarded,
     fitting,
     functions,
     ideals,
     pairs,
+    pulling,
     relating,
     rows,
+    samples,
     sampling,
+    scaling,
     schedules,
     source,
     straightness,
@@ -38,13 +42,26 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, adversaries)
+OF_A_RUN = (copies, source, discarded, schedules, functions, batches, samples, sampling, scaling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16
 """How many times what a step makes is held at once: of it run again and once more changed, values, graph, gradients."""
 
-OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, ideals, straightness, fitting, relating)
+OF_A_STEP = (
+    rows,
+    pairs,
+    pulling,
+    axes,
+    weighing,
+    crediting,
+    functions,
+    arguments,
+    ideals,
+    straightness,
+    fitting,
+    relating,
+)
 """Has what is asked of each step that was written down; the last two run it many times."""
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 
 _CHANNELS = (2, 3, 4)
@@ -28,6 +29,7 @@ _MOST_ENDS = 4
 _LEAST_LINKED = 50  # nodes, and edges between them
 _BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
+_FORGOTTEN = 0.05  # of the deviation over rows
 _LEAST_PLACES = 4  # kinds, as of segments, are fewer
 _MOVED = frozenset({"to", "type_as", "requires_grad_", "detach", "view", "reshape", "unsqueeze", "clone", "contiguous"})
 _MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
@@ -149,6 +151,41 @@ def _is_padded(step: Step, slot: Slot) -> bool:
     """Whether something was made longer and read with other axes then, which skews a table as is meant."""
     made = next((one for one in step.path(slot) if one.name not in MOVING or not one.given), None)
     return made is not None and made.name in _PADDING
+
+
+@asks("padding forgotten")
+def forgotten(step: Step) -> Iterator[Probed]:
+    """Whether a loss reads a recurrent layer behind the padding of rows only, where nothing of a row is left at first.
+
+    What is learned then has to come through all of the padding, as it hardly can.
+    """
+    given = [(slot, one) for slot in step.inputs if (one := step.leaves[slot]).dim() == 2]
+    tokens = [
+        (slot, behind) for slot, one in given for each in (one, one.T) if (behind := padding_of(each)) is not None
+    ]
+    for operation in step.used("lstm", "gru", "rnn_tanh", "rnn_relu") if tokens else ():
+        flags = operation.args[-2:]  # whether it goes both ways, and whether the batch comes first
+        own = step.made_of(operation.given[0])
+        behind = next((one for slot, one in tokens if slot in own), None)
+        shape = step.values[operation.given[0]].shape
+        if behind is None or len(shape) != 3 or not all(type(one) is bool for one in flags):
+            continue
+        run = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))
+        slope, final = step.slopes(*operation.outs[:2], run=run)
+        made = run.values[operation.outs[0]].detach()
+        if not flags[1]:
+            made, slope = made.transpose(0, 1), None if slope is None else slope.transpose(0, 1)
+        made = made[..., : made.shape[-1] // (1 + flags[0])]
+        counts, rows = behind.sum(1), behind.any(1)
+        if made.shape[:2] != behind.shape or int(rows.sum()) < _LEAST_GRAPHS or 2 * int(rows.sum()) < len(rows):
+            continue
+        reads_end = slope is not None and bool(slope[:, -1].any()) and not bool(slope[:, :-1].any())
+        reads_final = (slope is None or not bool(slope.any())) and final is not None and bool(final.any())
+        ends = made[rows, (behind.shape[1] - 1 - counts)[rows]]
+        left, had = (float(one.double().std(0).square().mean().sqrt()) for one in (made[rows, -1], ends))
+        if (reads_end or reads_final) and left < _FORGOTTEN * had:
+            seen: dict[str, Any] = {"op": operation.name, "rows": int(rows.sum()), "of": len(rows)}
+            yield said(operation, **seen, places=float(counts[rows].double().median()), left=left / had)
 
 
 @asks("pooled channels")

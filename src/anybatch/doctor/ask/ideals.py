@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.pulling import sides_of
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
 from anybatch.doctor.ask.steps import Step, asks, said, slots_of, total
 from anybatch.doctor.ask.tape import Operation, Slot
@@ -24,6 +25,7 @@ _NEARLY = 0.01  # of their deviation: how far from targets what is nearly right 
 _MOSTLY = 0.5  # of the rows
 _CLEARLY = 0.1  # of how far a loss falls, or rises
 _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
+_WRITTEN_OUT = frozenset({"sqrt", "sum", "add", "clamp", "clamp_min", "pow", "square"})
 _SURELY = 3.0  # standard errors of the distances of pairs
 _TWICE = 2.0  # as far apart are the inputs of unlike pairs
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
@@ -78,7 +80,7 @@ def error_preferred(step: Step) -> Iterator[Probed]:
         if bool((step.values[one.slot] < 0).any()) and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
             raise Unknown("rows are weighed with negative numbers, as by rewards")
     after, through = step.operations[at.index], _acts_through(step, at)
-    is_distance = through is not None and step.operations[through].name in _APART
+    is_distance = through is not None and _is_distance(step, step.operations[through])
     seen: dict[str, Any] = {"kind": "distance" if is_distance else "number"}
     yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2], **seen)
 
@@ -86,7 +88,7 @@ def error_preferred(step: Step) -> Iterator[Probed]:
 def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
     """The targets; for distances the marks of the pairs that should be far apart: those whose inputs are."""
     target = step.values[where.slot].detach()
-    if step.operations[index].name not in _APART:
+    if not _is_distance(step, step.operations[index]):
         return target
     marked = target.flatten() != 0
     sides = [one for slot in sorted(step.made_of(step.operations[index].outs[0]) & step.inputs)
@@ -103,6 +105,14 @@ def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
     if not away - near > _SURELY * float(error) or away < _TWICE * near:
         raise Unknown("the inputs do not show which pairs belong together")
     return target if one.mean() > other.mean() else 1 - target
+
+
+def _is_distance(step: Step, operation: Operation) -> bool:
+    """Whether it gives how far two rows that are both learned are apart, also where that is written out."""
+    if operation.name in _APART or operation.kind not in _WRITTEN_OUT:
+        return operation.name in _APART
+    values = [step.values[one] for one in sides_of(step, operation)]
+    return len(values) == 2 and all(one.requires_grad and one.numel() > step.rows for one in values)
 
 
 def _acts_through(step: Step, where: Meeting) -> int | None:

@@ -394,25 +394,6 @@ def _share(alike: torch.Tensor, pairs: torch.Tensor) -> float:
     return float((less.sum(1) / (len(pairs) - 2 + own.double())).mean())
 
 
-@asks("far positives")
-def far_positives(step: Step) -> Iterator[Probed]:
-    """Whether what a loss of triplets should bring near is less like the anchor than what it should drive away.
-
-    As they are given to the net, row by row.
-    """
-    for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
-        found = [step.made_of(slot) & step.inputs for slot in operation.given[:3]]
-        given = [step.leaves[next(iter(one))] for one in found if len(one) == 1]
-        leaves = [one.double().flatten(1) for one in given if one.is_floating_point()]  # tokens are no coordinates
-        if len(leaves) < 3 or len({one.shape for one in leaves}) > 1 or len(leaves[0]) < _LEAST_VIEWS:
-            continue
-        anchor, positive, negative = leaves
-        closer = (anchor - negative).norm(dim=1) - (anchor - positive).norm(dim=1)
-        surely = float(closer.mean() / (closer.std() / len(closer) ** 0.5).clamp_min(1e-12))
-        share = float((closer < 0).double().mean())
-        yield said(operation, answer="yes" if surely < -_SURE else "no", share=share, rows=len(closer))
-
-
 _EDGES = frozenset({"__getitem__", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape", "stack", "cat", "add",
                     "chunk", "split", "narrow", "T", "flatten", "permute", "transpose"})  # fmt: skip
 

@@ -51,8 +51,6 @@ _FEWEST = 8  # mixed rows whose labels differ
 _SURE = 4.0  # standard errors
 _FILLING = frozenset({"fill_diagonal_", "__getitem__", "view", "reshape", "clone", "sub"})
 _NOTHING_TOLD = 0.9  # of the loss of a guess: what is left of it with the best directions
-_HALF = 0.5  # a discount that is less sums up next to nothing
-_MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of their pairs
 
 
 @asks("weighed away")
@@ -185,58 +183,6 @@ def rewarded(step: Step) -> Iterator[Probed]:
     rises, operation = max(found, key=lambda one: abs(one[0]))
     is_wrong = rises > 0 and operation not in costs
     yield said(operation, answer="yes" if is_wrong else "no", slope=rises, products=len(found))
-
-
-@asks("past sums", of_rows=False)
-def past_sums(step: Step) -> Iterator[Probed]:
-    """Whether log-probabilities are weighed with discounted sums of equal rewards, summed up from the first on.
-
-    Each sum is then the one before it, discounted, and a constant; those of what is to come grow by the discount.
-    """
-    for operation in step.used("mul") if any(True for _ in step.run.of(Scored)) else ():
-        fixed = [slot for slot in operation.given if not step.values[slot].requires_grad]
-        trained = [slot for slot in operation.given if step.values[slot].requires_grad]
-        if len(fixed) == 1 and len(trained) == 1 and step.values[fixed[0]].is_floating_point():
-            # of an advantage, what the value is subtracted from
-            made = next(step.path(fixed[0]), None)
-            own = made.given[0] if made is not None and made.kind == "sub" and len(made.given) == 2 else fixed[0]
-            sums = step.values[own].detach().double().flatten()
-            discount = _discount(sums) or _of_few_rewards(sums)
-            if discount:
-                yield said(operation, op=operation.name, discount=discount)
-
-
-def _discount(sums: torch.Tensor) -> float:
-    """By what each sum takes over the one before it, where all begin with a reward; 0 for other numbers."""
-    if len(sums) < _FEWEST or not bool(sums[1] != sums[0]):
-        return 0.0
-    discount = float((sums[2] - sums[1]) / (sums[1] - sums[0]))
-    reward, near = sums[1] - discount * sums[0], _UNIT * (sums.max() - sums.min())
-    follows = (sums[1:] - discount * sums[:-1] - reward).abs() < near
-    again = (sums[1:] - sums[0]).abs() < near  # at the start of another episode
-    is_sum = _HALF < discount <= 1 + _UNIT and bool((follows | again).all()) and bool(reward.abs() > near)
-    # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
-    return discount if is_sum and (discount < 1 - _UNIT or bool((reward - sums[0]).abs() < near)) else 0.0
-
-
-def _of_few_rewards(sums: torch.Tensor) -> float:
-    """The same where rewards are of a few kinds: two sums that end with the same one differ by the discount times.
-
-    Those of what is to come differ by more than what is before them.
-    """
-    if len(sums) < _FEWEST or len(sums) > _MOST_SUMS:
-        return 0.0
-    before, after = (one[:, None] - one for one in (sums[:-1], sums[1:]))
-    is_pair = (before.abs() > _LITTLE * (sums.max() - sums.min())).triu(1)
-    times = (after / before)[is_pair]
-    if not times.numel():
-        return 0.0
-    kinds, counts = (times / _UNIT).round().unique(return_counts=True)
-    discount = float(kinds[counts.argmax()]) * _UNIT
-    rewards = sums[1:] - discount * sums[:-1]
-    is_one = bool((rewards.max() - rewards.min()) < _LITTLE * (sums.max() - sums.min()))  # as of powers of a discount
-    is_often = int(counts.max()) > _OFTEN * len(times)
-    return discount if is_often and not is_one and _HALF < discount < 1 - _UNIT else 0.0
 
 
 @asks("turned quantiles")

@@ -1,0 +1,112 @@
+"""Are log-probabilities weighed with sums of past rewards: of what came before an action, not of what came of it?"""
+
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.steps import Step, asks, said
+from anybatch.doctor.ask.tape import Operation, Slot
+from anybatch.records.lossfacts import Probed
+from anybatch.records.samples import Scored
+
+_UNIT = 1e-3  # of the range of sums, and of a discount
+_FEWEST = 8  # sums
+_HALF = 0.5  # a discount that is less sums up next to nothing
+_MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of their pairs
+_TAKING = frozenset({"__getitem__", "__iter__", "unbind", "select"})
+
+
+@asks("past sums", of_rows=False)
+def past_sums(step: Step) -> Iterator[Probed]:
+    """Whether log-probabilities are weighed with discounted sums of equal rewards, summed up from the first on.
+
+    Each sum is then the one before it, discounted, and a constant; those of what is to come grow by the discount.
+    """
+    if not any(True for _ in step.run.of(Scored)):
+        yield said(answer="no")
+    one_by_one: dict[tuple[str, int], list[tuple[tuple[int, int], float, Operation]]] = {}
+    for operation in step.used("mul"):
+        trained = [slot for slot in operation.given if step.values[slot].requires_grad]
+        sums = _weights_of(step, operation, trained)
+        if sums is not None and sums.numel() == 1:
+            here = one_by_one.setdefault((operation.file, operation.line), [])
+            here.append((_when(step, trained[0]), float(sums), operation))
+        elif sums is not None and (discount := _of_past(sums)):
+            yield said(operation, op=operation.name, discount=discount)
+    for parts in one_by_one.values():  # as in a loop over pairs of them, which may run from the end on
+        sums = torch.tensor([one for _, one, _ in sorted(parts, key=itemgetter(0))], dtype=torch.double, device="cpu")
+        if discount := _of_past(sums):
+            yield said(parts[0][2], op=parts[0][2].name, discount=discount)
+
+
+def _weights_of(step: Step, product: Operation, trained: list[Slot]) -> torch.Tensor | None:
+    """What something with a gradient is multiplied with that has none; of an advantage, what the value is taken off."""
+    fixed = [slot for slot in product.given if slot not in trained]
+    if len(trained) != 1 or len(fixed) > 1:
+        return None
+    if not fixed:
+        numbers = [one for one in product.args if type(one) is float]
+        is_one = len(numbers) == 1 and step.values[trained[0]].numel() == 1
+        return torch.tensor(numbers, dtype=torch.double, device="cpu") if is_one else None
+    made = next(step.path(fixed[0]), None)
+    own = made.given[0] if made is not None and made.kind == "sub" and len(made.given) == 2 else fixed[0]
+    sums = step.values[own].detach()
+    return sums.double().flatten() if step.values[fixed[0]].is_floating_point() else None
+
+
+def _when(step: Step, slot: Slot) -> tuple[int, int]:
+    """The place of a number with a gradient in time: when it was made, or where it is in what it was taken from."""
+    for made in step.path(slot):
+        if len(made.given) != 1 or step.values[made.given[0]].numel() > 1:
+            if made.kind in _TAKING and len(made.given) == 1:
+                whole = step.values[made.given[0]]
+                first = next((one for one in _indices(made.args[1:]) if type(one) is int), None)
+                index = made.outs.index(slot) if first is None else first % max(1, len(whole))
+                return step.made_at(made.given[0]), index
+            break
+        slot = made.given[0]
+    return step.made_at(slot), 0
+
+
+def _indices(args: Any) -> tuple[Any, ...]:
+    first = args[0] if args else ()
+    return first if isinstance(first, tuple) else (first,)
+
+
+def _of_past(sums: torch.Tensor) -> float:
+    return _discount(sums) or _of_few_rewards(sums)
+
+
+def _discount(sums: torch.Tensor) -> float:
+    """By what each sum takes over the one before it, where all begin with a reward; 0 for other numbers."""
+    if len(sums) < _FEWEST or not bool(sums[1] != sums[0]):
+        return 0.0
+    discount = float((sums[2] - sums[1]) / (sums[1] - sums[0]))
+    reward, near = sums[1] - discount * sums[0], _UNIT * (sums.max() - sums.min())
+    follows = (sums[1:] - discount * sums[:-1] - reward).abs() < near
+    again = (sums[1:] - sums[0]).abs() < near  # at the start of another episode
+    is_sum = _HALF < discount <= 1 + _UNIT and bool((follows | again).all()) and bool(reward.abs() > near)
+    # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
+    return discount if is_sum and (discount < 1 - _UNIT or bool((reward - sums[0]).abs() < near)) else 0.0
+
+
+def _of_few_rewards(sums: torch.Tensor) -> float:
+    """The same where rewards are of a few kinds: two sums that end with the same one differ by the discount times.
+
+    Those of what is to come differ by more than what is before them.
+    """
+    if len(sums) < _FEWEST or len(sums) > _MOST_SUMS:
+        return 0.0
+    before, after = (one[:, None] - one for one in (sums[:-1], sums[1:]))
+    is_pair = (before.abs() > _LITTLE * (sums.max() - sums.min())).triu(1)
+    times = (after / before)[is_pair]
+    if not times.numel():
+        return 0.0
+    kinds, counts = (times / _UNIT).round().unique(return_counts=True)
+    discount = float(kinds[counts.argmax()]) * _UNIT
+    rewards = sums[1:] - discount * sums[:-1]
+    is_one = bool((rewards.max() - rewards.min()) < _LITTLE * (sums.max() - sums.min()))  # as of powers of a discount
+    is_often = int(counts.max()) > _OFTEN * len(times)
+    return discount if is_often and not is_one and _HALF < discount < 1 - _UNIT else 0.0
