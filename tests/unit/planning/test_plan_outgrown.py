@@ -366,6 +366,7 @@ def test_a_number_that_changes_without_effect_keeps_the_plan() -> None:
         assert step(batch).plan is first
 
 
+@pytest.mark.usefixtures("constant_times")
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_phases_of_other_operations_that_come_in_turn_keep_within_the_budget(
     is_whole: bool, caplog: pytest.LogCaptureFixture
