@@ -55,7 +55,7 @@ def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:
     """What code of the user's that a question runs may change: what copies share with their models, and other code."""
     kept = getattr(doctor, "kept", None) or Kept(int, bool, bool)
     nets = [one[0] for one in given.values()] + [state.module() for state in kept.states.values()]
-    return [*nets, *kept.collates, *(one() for one in kept.datasets), *(one.cls for one in kept.functions)]
+    return [*nets, *kept.collates, *(one.cls for one in kept.functions)]
 
 
 def _of_root(

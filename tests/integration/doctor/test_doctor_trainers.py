@@ -126,6 +126,53 @@ def test_a_scheduler_of_a_wrapper_drives_the_optimizer_within() -> None:
     assert "AB506" not in [one.code for one in doctor.report().findings]
 
 
+class Held(torch.optim.SGD):
+    """One that holds itself, as some do to be found by a name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.optimizer = self
+
+
+class Outer(torch.optim.Optimizer):
+    """Sharpness-aware: its own clearing comes between two backwards."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def first_step(self) -> None:
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                self.state[one]["away"] = 0.05 * one.grad / one.grad.norm()
+                one.add_(self.state[one]["away"])
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                one.sub_(self.state[one]["away"])
+        self.base.step()
+
+
+def test_optimizers_that_hold_themselves_or_clear_between_backwards_are_left_alone() -> None:
+    model = torch.nn.Linear(4, 2)
+
+    def gradients() -> None:
+        (model(torch.randn(5, 4)) - 1).square().mean().backward()
+
+    with Doctor() as doctor:
+        for optimizer in (Held(model.parameters()), Outer(torch.optim.SGD(model.parameters(), lr=0.1))):
+            for _ in range(30):
+                optimizer.zero_grad()
+                gradients()
+                if isinstance(optimizer, Outer):
+                    optimizer.first_step()
+                    gradients()
+                optimizer.step()
+    assert not [one.code for one in doctor.report().findings if one.severity != "info"]
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     """It loads by keyword."""
     fabrics = pytest.importorskip("lightning.fabric")

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
 
 from anybatch.doctor.ask.scaling import fitted_anew
-from test_doctor_ask import answer, asked, nothing_was_compiled
+from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -108,45 +107,6 @@ def test_a_state_far_behind_the_last_token_is_told(at: str, late: bool) -> None:
 @pytest.mark.parametrize(("at", "longest"), [("last", 60), ("mean", 60), ("end", 11)])
 def test_a_state_at_the_last_token_or_near_it_is_not(at: str, longest: int) -> None:
     assert answer(lambda: padded(at=at, longest=longest), "padding forgotten") == "no"
-
-
-class Pictures(Dataset[torch.Tensor]):
-    """Rows, columns, channels, which a function turns."""
-
-    def __init__(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.turn, self.pictures = turn, torch.rand(40, 12, 12, 3)
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        return self.turn(self.pictures[place])
-
-
-def read(turn: Callable[[torch.Tensor], torch.Tensor], part: bool) -> bool:
-    def train() -> None:
-        net, data = nn.Conv2d(3, 1, 3), Pictures(turn)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        for rows in DataLoader(Subset(data, range(32)) if part else data, batch_size=8):
-            optimizer.zero_grad()
-            net(rows).square().mean().backward()
-            optimizer.step()
-
-    return any(one.answer == "yes" for one in asked(train, "axes"))
-
-
-@pytest.mark.parametrize("part", [False, True])
-def test_pictures_that_a_data_set_turns_by_a_view_are_told(part: bool) -> None:
-    assert read(lambda one: one.view(3, 12, 12).contiguous(), part)
-
-
-@pytest.mark.parametrize("turn", [
-    lambda one: one.permute(2, 0, 1),
-    lambda one: one.permute(2, 0, 1).reshape(-1).view(3, 12, 12),
-    lambda one: one.permute(2, 0, 1).reshape(3, 2, 6, 12)[:, 0],
-])  # fmt: skip
-def test_pictures_that_are_permuted_are_not(turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert not read(turn, part=False)
 
 
 @pytest.mark.parametrize(("text", "told"), [

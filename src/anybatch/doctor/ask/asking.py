@@ -24,7 +24,6 @@ from anybatch.doctor.ask import (
     pulling,
     relating,
     rows,
-    samples,
     sampling,
     scaling,
     schedules,
@@ -42,7 +41,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, discarded, schedules, functions, batches, samples, sampling, scaling, adversaries)
+OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, scaling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16

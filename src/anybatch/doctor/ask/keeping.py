@@ -37,7 +37,6 @@ _LEAST_TABLE, _MOST_TABLE, _ROUNDED = 20, 1 << 22, 1e-4  # rows and entries of a
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
-_MOST_DATASETS = 4
 _MOST_COLLATES = 2
 _FEWEST_NAMES, _MOST_NAMES, _MOST_NUMBERINGS = 8, 1 << 18, 8  # that are numbered, and by how many
 _MOST_BYTES = 64 * 2**20
@@ -172,7 +171,6 @@ class Kept:
         self.functions: list[Function] = []  # of the user's own, with what their forwards left
         # data sets with a collate function of the user's own
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
-        self.datasets: list[Callable[[], Any]] = []  # give those of the user's own, where they are there
         # of the data sets of loaders, each with whether it is read in an order that is drawn
         self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []
         self.streams, self.sampling, self.redraws = Streams(), Sampling(), Redraws()
@@ -322,19 +320,8 @@ class Kept:
         if self.on and len(self.numberings) < _MOST_NUMBERINGS and (found := numberings(dataset)):
             is_mixed = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
             self.numberings.append((is_mixed, found))
-        self._dataset(dataset)
         if callable(collate) and is_own and has_room and hasattr(dataset, "__getitem__"):
             self.collates.append((dataset, collate))
-
-    def _dataset(self, dataset: Any) -> None:
-        while isinstance(dataset, torch.utils.data.Subset):
-            dataset = dataset.dataset
-        cls = type(dataset)
-        is_own = isinstance(dataset, torch.utils.data.Dataset) and not cls.__module__.startswith(("torch", "datasets"))
-        known = [one() is dataset or type(one()) is cls for one in self.datasets]
-        if self.on and is_own and len(known) < _MOST_DATASETS and not any(known) and hasattr(cls, "__getitem__"):
-            size = sum(int(getattr(one, "nbytes", 0)) for one in getattr(dataset, "__dict__", {}).values())
-            self.datasets.append(weakref.ref(dataset) if size > _MOST_BYTES else lambda: dataset)
 
     # steps
 

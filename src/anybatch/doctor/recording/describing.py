@@ -331,6 +331,12 @@ def _detached(value: torch.Tensor) -> torch.Tensor:
 
 def itself(optimizer: Any) -> Any:
     """The optimizer whose groups it has: that in a wrapper, as Accelerate's is; else the same."""
-    held = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
-    inner = next((one for one in held if one.param_groups is optimizer.param_groups), None)
-    return optimizer if inner is None else itself(inner)
+    seen = {id(optimizer)}
+    while isinstance(optimizer, torch.optim.Optimizer):
+        held = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+        inner = next((one for one in held if one.param_groups is optimizer.param_groups), None)
+        if inner is None or id(inner) in seen:
+            break
+        seen.add(id(inner))
+        optimizer = inner
+    return optimizer

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as loaders
 
-from anybatch.doctor.recording.describing import rates_of
+from anybatch.doctor.recording.describing import itself, rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.modes import reissued
 from anybatch.doctor.recording.naming import user_place, variable_of
@@ -58,7 +58,7 @@ class ScheduleHooks:
         self._made[id(scheduler)] = user_place(2)
 
     def _ended(self, scheduler: Any, before: tuple[float, ...], _: Any) -> None:
-        recording, optimizer = self._recording, getattr(scheduler, "optimizer", None)
+        recording, optimizer = self._recording, itself(getattr(scheduler, "optimizer", None))
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
         number = recording.numbering.scheduler(scheduler, place=self._made.pop(id(scheduler), None))

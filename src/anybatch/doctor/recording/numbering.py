@@ -409,7 +409,6 @@ class Numbering:
 
         Others had done ``after`` steps with its parameters when it was made.
         """
-        optimizer = describing.itself(optimizer)
         number = self.known_optimizer(optimizer)
         if number >= 0:
             old = self._optimizer_facts[number]
@@ -436,7 +435,6 @@ class Numbering:
 
     def known_optimizer(self, optimizer: Any) -> int:
         """The number of an optimizer, -1 if it was not seen yet."""
-        optimizer = describing.itself(optimizer)
         known = self._optimizers.get(id(optimizer))
         return known[1] if known is not None and known[0]() is optimizer else -1
 
@@ -473,7 +471,7 @@ class Numbering:
             return known[1]
         number, self._scheduled = self._scheduled, self._scheduled + 1
         self._schedulers[id(scheduler)] = weakref.ref(scheduler), number
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = describing.itself(getattr(scheduler, "optimizer", None))
         file, line = place or user_place()
         self.emit(
             SchedulerFacts(
