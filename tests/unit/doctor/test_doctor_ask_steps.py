@@ -347,6 +347,35 @@ def test_a_mask_of_booleans_of_the_fused_attention_says_what_takes_part(inverted
     assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
 
 
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_mask_with_a_place_for_a_class_token_is_one_of_tokens(inverted: bool, behind: bool) -> None:
+    class Encoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.first = nn.Embedding(9, 8), nn.Parameter(torch.randn(1, 1, 8))
+            self.layer, self.out = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            first, hidden = self.first.expand(len(tokens), -1, -1), (tokens != 0) == inverted
+            parts, masks = [first, self.table(tokens)], [torch.full((len(tokens), 1), inverted), hidden]
+            x, mask = (torch.cat(one[::-1] if behind else one, 1) for one in (parts, masks))
+            made: torch.Tensor = self.out(self.layer(x, src_key_padding_mask=mask).mean(1))
+            return made
+
+    def train() -> None:
+        net = Encoding()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            tokens, length = torch.randint(1, 9, (ROWS, 10)), torch.randint(3, 9, (ROWS, 1))
+            optimizer.zero_grad()
+            scores = net(tokens.masked_fill(torch.arange(10) >= length, 0))
+            F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
+
+
 def test_an_assignment_to_clusters_sums_over_another_axis_as_it_should() -> None:
     net = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 3)])
 

@@ -278,6 +278,30 @@ def test_several_classes_of_a_row_are_told(marks: Any, expected: str) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), each, 12), "several classes") == ""
 
 
+@pytest.mark.parametrize(("several", "expected"), [(True, "yes"), (False, "")])
+def test_a_loss_that_the_model_holds_is_no_net_that_is_given_a_batch(several: bool, expected: str) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = nn.Linear(6, 3), nn.CrossEntropyLoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)
+            return made
+
+    def train() -> None:
+        model = Tagger()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(12):
+            x = torch.randn(ROWS, 6)
+            y = (torch.rand(ROWS, 3) > 0.5).float() if several else F.one_hot(torch.randint(0, 3, (ROWS,)), 3).float()
+            optimizer.zero_grad()
+            model.loss(model(x), y).backward()
+            optimizer.step()
+
+    assert answer(train, "several classes") == expected
+
+
 @pytest.mark.parametrize(("related", "expected"), [(False, "yes"), (True, "no")])
 def test_labels_that_a_line_tells_a_little_of_are_related(related: bool, expected: str) -> None:
     def train() -> None:

@@ -68,5 +68,20 @@ def test_update_undone_fires_where_nothing_was_learned_and_nowhere_else() -> Non
     quiet(replace(asked("undone", "no"), loss=flat).run(), "UPDATE_UNDONE")
 
 
+def test_update_undone_fires_on_weights_of_another_net() -> None:
+    seen = {"online": 0, "online_module": "target", "times": 8, "kind": "loaded"}
+    run = replace(asked("undone", "yes", seen), loss=flat, call=call(guess=2.31), steps=200)
+    assert "is given the weights of" in fires(run.run(), "UPDATE_UNDONE", "error").message
+
+
+def test_freeze_too_much_fires_on_a_frozen_table_and_is_quiet_where_something_was_learned() -> None:
+    run = replace(asked("frozen", "yes"), loss=flat, call=call(guess=2.31), steps=200)
+    assert "freeze=False" in (fires(run.run(), "FREEZE_TOO_MUCH", "warning").fix or "")
+    other = replace(asked("frozen", "yes", {"table": False}), loss=flat, call=call(guess=2.31), steps=200)
+    assert "requires_grad_" in (fires(other.run(), "FREEZE_TOO_MUCH", "warning").fix or "")
+    quiet(asked("frozen", "yes").run(), "FREEZE_TOO_MUCH")
+    quiet(replace(asked("frozen", "no"), loss=flat).run(), "FREEZE_TOO_MUCH")
+
+
 def test_update_undone_is_quiet_where_the_question_has_no_answer() -> None:
     quiet(replace(asked("undone", "unknown"), loss=flat).run(), "UPDATE_UNDONE")

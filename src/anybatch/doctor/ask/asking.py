@@ -88,6 +88,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for root in kept.batches:
         yield from answers("apart", until, single, batches.apart, kept, root)
         yield from answers("labels", until, single, training.unrelated, kept, modules.get(root), root, until)
+        yield from answers("frozen", until, single, training.frozen, kept, modules.get(root), run, root, until)
 
 
 def _is_too_large(tape: Tape) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.keeping import Kept, State
+from anybatch.doctor.ask.keeping import Kept, Passed, State
 from anybatch.doctor.ask.steps import DISTANCES, Step, replayed, total
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Line, Trial, Unknown, tensors, told
@@ -400,6 +400,7 @@ def about_redrawn(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 _LEAST_UNDONE, _NOTHING_KEPT = 8, 0.2  # a cosine
+_LEAST_LOADS = 2
 
 
 def about_undone(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -408,3 +409,23 @@ def about_undone(kept: Kept, run: Run) -> Iterator[Probed]:
         gone = sum(abs(cosine) < _NOTHING_KEPT for cosine in one.kept)
         if len(one.kept) >= _LEAST_UNDONE and gone >= 0.8 * len(one.kept):
             yield told("undone", optimizer=number, steps=gone, of=len(one.kept), cosine=median(one.kept))
+    yield from _given_back(kept)
+
+
+def _given_back(kept: Kept) -> Iterator[Probed]:
+    """Trained nets that were given, again and again, the weights of one that nothing changes."""
+    trained = {one: number for number, tape in kept.tapes.items() for one in tape.trained}
+    for pair, same in itertools.groupby(sorted(kept.passed, key=_nets), _nets):
+        loads = list(same)
+        into, of = (kept.states.get(one) for one in pair)
+        if into is None or of is None or len({one.step for one in loads}) < _LEAST_LOADS:
+            continue
+        mine = [trained[one] for one in loads[0].mine if one in trained]
+        if mine and not loads[0].others & trained.keys() and of.values == of.last:
+            seen: dict[str, Any] = {"online": of.root, "online_module": of.name, "times": len(loads), "kind": "loaded"}
+            line = Line(loads[0].file, loads[0].line, into.name)
+            yield told("undone", line, root=into.root, optimizer=mine[0], **seen)
+
+
+def _nets(one: Passed) -> tuple[int, int]:
+    return one.into, one.of

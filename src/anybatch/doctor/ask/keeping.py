@@ -38,6 +38,7 @@ _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
 _MOST_COLLATES = 2
+_MOST_PASSED = 64
 _FEWEST_NAMES, _MOST_NAMES, _MOST_NUMBERINGS = 8, 1 << 18, 8  # that are numbered, and by how many
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
@@ -131,6 +132,19 @@ class Function:
                 self.given = tuple([one.detach().clone() if torch.is_tensor(one) else one for one in args])
 
 
+@dataclass(slots=True)
+class Passed:
+    """The state of a net that was called, which was loaded into another one."""
+
+    into: int  # the ``id`` of the net
+    of: int  # likewise
+    mine: frozenset[int]  # the ``id`` of the parameters of the former
+    others: frozenset[int]  # of the latter
+    step: int
+    file: str  # of the line
+    line: int
+
+
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
     """The functions of the user's own in the graph of a loss that were not seen before."""
     for node in outputs_first([loss.grad_fn] if loss.grad_fn is not None else [], _MOST_NODES):
@@ -168,8 +182,10 @@ class Kept:
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
         self.plateaus: dict[int, Plateau] = {}  # by the ``id`` of the scheduler
         self.own: list[Own] = []  # states that were loaded into the module that they belong to
+        self.passed: list[Passed] = []  # states that went from one net to another within the training
         self.functions: list[Function] = []  # of the user's own, with what their forwards left
         # data sets with a collate function of the user's own
+        self.readers: list[weakref.ref[Any]] = []  # loaders in an order that is drawn, as those of a training
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
         # of the data sets of loaders, each with whether it is read in an order that is drawn
         self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []
@@ -205,6 +221,15 @@ class Kept:
         same = [name for name, one in own.items() if _same_memory(one, state.get(name))]
         if len(same) == len([one for one in own.values() if one.numel()]) and len(self.own) < 8:
             self.own.append(Own(type(module).__name__, len(same), *user_place(3)))
+        if not same and len(self.passed) < _MOST_PASSED and (of := self._holder(state)) is not None:
+            mine, others = (frozenset(map(id, net.parameters())) for net in (module, of))
+            self.passed.append(Passed(id(module), id(of), mine, others, self._step(), *user_place(3)))
+
+    def _holder(self, state: Mapping[str, Any]) -> torch.nn.Module | None:
+        """The net whose tensors a state is of; ``None`` where it is of none that was called."""
+        first = next((one for one in state.values() if isinstance(one, torch.Tensor) and one.numel()), None)
+        nets = [net for known in self.states.values() if (net := known.module()) is not None]
+        return next((net for net in nets if any(_same_memory(one, first) for one in net.parameters())), None)
 
     # forwards
 
@@ -317,9 +342,11 @@ class Kept:
         dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
         is_own = not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
         has_room = self.on and len(self.collates) < _MOST_COLLATES
+        is_drawn = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
+        if self.on and is_drawn and len(self.readers) < _MOST_COLLATES and hasattr(dataset, "__getitem__"):
+            self.readers.append(weakref.ref(loader))
         if self.on and len(self.numberings) < _MOST_NUMBERINGS and (found := numberings(dataset)):
-            is_mixed = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
-            self.numberings.append((is_mixed, found))
+            self.numberings.append((is_drawn, found))
         if callable(collate) and is_own and has_room and hasattr(dataset, "__getitem__"):
             self.collates.append((dataset, collate))
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, unwrapped
+from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, undisturbed, unwrapped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -24,6 +24,9 @@ _STEPS = 200
 _FITTED = 0.1  # of the first loss: what counts as fitted
 _STUCK = 0.7
 _NEAR = 0.35  # of the prior's entropy; PyTorch's initialisation of a small last layer is within 0.2 of it
+
+Batch = tuple[torch.Tensor, str, dict[str, Any]]
+"""What a net was given first, and the loss function after it with its arguments."""
 
 
 class Loss:
@@ -298,3 +301,122 @@ def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
         return found[0]
     score = found[0].flatten() if width == 0 else found[0].flatten().clamp(1e-6, 1 - 1e-6).logit()
     return torch.stack((torch.zeros_like(score), score), 1)
+
+
+_AS_A_GUESS, _KNOWN = 0.9, 0.7  # of the loss of a constant guess
+_FROZEN_BATCHES, _FROZEN_SECONDS, _FROZEN_RATE, _MOST_NUMBERS = 6, 4.0, 5e-3, 1 << 25
+_MOST_READ, _READING = 64, 2.0  # batches, and seconds
+_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+
+
+def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: float) -> Probed:
+    """Whether a copy whose frozen matrices are trained, too, knows of other batches what one with them frozen doesn't.
+
+    It is asked of a run whose loss ends where that of a constant guess is.
+    """
+    of = unwrapped(module) if module is not None else nn.Module()
+    held = [name for name, one in of.named_parameters() if _is_frozen(one)]
+    calls = [one for one in run.of(LossCall) if one.root == root and one.value is not None and one.guess]
+    ends = [float(one.value or 0) / float(one.guess or 1) for one in calls[-max(len(calls) // 3, 1) :]]
+    known = [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES or _is_of_classes(one)]
+    if not held or not ends or sum(ends) < _AS_A_GUESS * len(ends):
+        return told("frozen", root=root, answer="no")
+    datasets = [loader.dataset for one in kept.readers if (loader := one()) is not None] if known else []
+    with undisturbed(datasets):
+        batches = _read(kept, known[-1], until) if datasets else []
+    batches = batches or known
+    count, rows = len(batches), sum(len(first) for first, _, _ in batches)
+    if count < _FROZEN_BATCHES or rows < _LEAST or sum(one.numel() for one in of.parameters()) > _MOST_NUMBERS:
+        raise Unknown("few batches were kept, or the model is large")
+    guess = _guessed(batches[count * 2 // 3 :])
+    without, own = (_held_out(of, batches, until, thaw) for thaw in (False, True))
+    answer = "yes" if own < _KNOWN * guess and without > _AS_A_GUESS * guess else "no"
+    numbers = sum(one.numel() for one in of.parameters() if _is_frozen(one))
+    seen: dict[str, Any] = {"guess": guess, "without": without, "trained": own, "numbers": numbers}
+    tables = {f"{name}.weight" for name, one in of.named_modules() if isinstance(one, nn.Embedding)}
+    seen |= {"name": held[0], "frozen": len(held), "table": held[0] in tables}
+    return told("frozen", root=root, answer=answer, **seen)
+
+
+def _read(kept: Kept, like: Batch, until: float) -> list[Batch]:
+    """Batches of a loader of the training, as far as they are like one that was kept: more than were kept."""
+    first, name, given = like
+    end, found = min(until, time.perf_counter() + _READING), list[Batch]()
+    for loader in filter(None, (one() for one in kept.readers)):
+        count, size = len(loader.dataset), len(first)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(7)).tolist()[: _MOST_READ * size]
+        for at in range(0, len(order) - size + 1, size):
+            if time.perf_counter() > end:
+                break
+            try:
+                batch = loader.collate_fn([loader.dataset[one] for one in order[at : at + size]])
+            except FAILURES:
+                break
+            pair = list[Any](batch) if isinstance(batch, (tuple, list)) and len(batch) == 2 else []
+            if [_form(one) for one in pair] != [_form(first), _form(given["target"])]:
+                break
+            found.append((pair[0], name, given | {"target": pair[1]}))
+        if len(found) > _FROZEN_BATCHES:
+            return found
+    return []
+
+
+def _form(one: Any) -> Any:
+    return (one.shape, one.dtype) if isinstance(one, torch.Tensor) else None
+
+
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.is_floating_point() and parameter.dim() >= 2
+
+
+def _is_of_classes(batch: Batch) -> bool:
+    _, name, given = batch
+    return name == "cross_entropy" and not given["target"].is_floating_point() and len(given["shape"]) == 2
+
+
+def _guessed(batches: list[Batch]) -> float:
+    """The loss of the constant that fits some batches best."""
+    name, target = batches[0][1], torch.cat([one["target"] for _, _, one in batches])
+    if name not in _DISTANCES:
+        share = target[target >= 0].bincount().double() / max(int((target >= 0).sum()), 1)
+        return float(-(share.clamp_min(1e-12).log() * share).sum())
+    constant = target.median(0).values if name == "l1_loss" else target.mean(0)
+    return float(getattr(functional, name)(constant.expand_as(target), target))
+
+
+def _held_out(module: nn.Module, batches: list[Batch], until: float, thaw: bool) -> float:
+    """The lowest loss of the last third of some batches while a copy is fitted to the others."""
+    model, cut = copy.deepcopy(module), len(batches) * 2 // 3
+    for one in model.parameters():
+        one.requires_grad_(one.requires_grad or (thaw and _is_frozen(one)))
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=_FROZEN_RATE)
+    end, best = min(until, time.perf_counter() + _FROZEN_SECONDS), math.inf
+    try:
+        for step in range(_STEPS):
+            model.train()
+            loss = _loss_of(model, *batches[step % cut])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 20 == 19:
+                model.eval()
+                with torch.no_grad():
+                    best = min(best, sum(float(_loss_of(model, *one)) for one in batches[cut:]) / (len(batches) - cut))
+            if time.perf_counter() > end:
+                break
+    except FAILURES as error:
+        raise Unknown(f"a copy could not be fitted: {error}"[:200]) from None
+    if step < 60:
+        raise Unknown("there was no time left")
+    return best
+
+
+def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, Any]) -> torch.Tensor:
+    made = next((one for one in tensors(model(first)) if one.numel() == math.prod(given["shape"])), None)
+    if made is None:
+        raise Unknown("no output has the shape of what the loss was given")
+    rest = {
+        key: one for key, one in given.items() if key in ("weight", "ignore_index", "label_smoothing", "beta", "delta")
+    }
+    found: torch.Tensor = getattr(functional, name)(made.reshape(given["shape"]), given["target"], **rest)
+    return found

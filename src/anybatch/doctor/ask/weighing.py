@@ -23,6 +23,7 @@ _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"}
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _SCALING = _BETWEEN | {"div", "mul", "add", *_HIDING}
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
+_PUT_BEFORE = 2  # tokens: a class, and a separator
 _MOSTLY = 0.9  # of the tokens: some padding is a token, too
 _SCORED = re.compile(r"log_?p|\blps?\b|(?<![a-z])ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
@@ -117,10 +118,20 @@ def hidden_tokens(step: Step) -> Iterator[Probed]:
         else:
             continue
         small = (mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask).bool()
-        hidden = small.double()
         for one in paddings:
-            if small.shape == one.shape and hidden[~one].mean() >= _MOSTLY > 1 - _MOSTLY >= hidden[one].mean():
+            if any(
+                bool(hidden[~one].mean() >= _MOSTLY > 1 - _MOSTLY >= hidden[one].mean())
+                for hidden in _of_tokens(small.double(), one.shape[1])
+            ):
                 yield said(operation, op=operation.name)
+
+
+def _of_tokens(hidden: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
+    """A mask without what was put before or behind the tokens, as that of a class token is."""
+    more = hidden.shape[1] - width if hidden.dim() == 2 else -1
+    if 0 <= more <= _PUT_BEFORE:
+        yield hidden[:, more:]
+        yield hidden[:, :width]
 
 
 def _shown_by(step: Step, operation: Operation) -> torch.Tensor | None:

@@ -148,7 +148,7 @@ class ForwardHooks:
         recording = self._recording
         called = self._known.get(id(module))
         if called is None or called.module() is not module:
-            called = self._number(module)
+            called = None if _compares(module) else self._number(module)
             if called is None:
                 return None
         grad, root = torch.is_grad_enabled(), called.root
@@ -256,6 +256,13 @@ def _has_modes(module: torch.nn.Module) -> bool:
     if kind == "dropout":
         return getattr(module, "p", 0.0) > 0
     return kind == "batch_norm" and getattr(module, "running_mean", None) is not None
+
+
+def _compares(module: torch.nn.Module) -> bool:
+    """Whether a module is a loss or a metric, which is given outputs, also where it is a part of the model."""
+    is_metric = hasattr(module, "update") and hasattr(module, "compute")
+    is_loss = isinstance(module, torch.nn.modules.loss._Loss) or type(module).__name__.endswith("Loss")
+    return (is_loss or is_metric) and next(module.parameters(), None) is None
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.measures import unused_names
 from anybatch.doctor.views.naming import (
@@ -30,7 +31,8 @@ def freeze_too_much(
     run: Run, *, steps: float = Limit(15, "three thirds of five"), rest: float = Limit(0.9, "of the loss stays"),
     share: float = Limit(0.1, "of the numbers: norm layers and biases are a few percent"),
 ) -> Iterator[Found]:  # fmt: skip
-    """Models of which only norm layers and biases are trained, and that don't learn."""
+    """Models of which only norm layers and biases are trained, or a frozen table isn't, and that don't learn."""
+    yield from say(run, "AB106")
     used = [one.used[-1].fact.value for one in optimizers(run)[0].windows if one.used]
     losses = [value for value in used if value is not None]
     if min(run.steps, len(losses)) < steps or any(one.into == "module" and one.matched for one in run.of(Loaded)):
