@@ -343,7 +343,9 @@ class Kept:
         is_own = not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
         has_room = self.on and len(self.collates) < _MOST_COLLATES
         is_drawn = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
-        if self.on and is_drawn and len(self.readers) < _MOST_COLLATES and hasattr(dataset, "__getitem__"):
+        # A data set of the user's is not read again: it may count, wait or write.
+        is_plain = type(dataset) is torch.utils.data.TensorDataset and not is_own
+        if self.on and is_drawn and is_plain and len(self.readers) < _MOST_COLLATES:
             self.readers.append(weakref.ref(loader))
         if self.on and len(self.numberings) < _MOST_NUMBERINGS and (found := numberings(dataset)):
             self.numberings.append((is_drawn, found))

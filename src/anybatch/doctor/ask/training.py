@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, undisturbed, unwrapped
+from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, unwrapped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -321,10 +321,7 @@ def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: flo
     known = [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES or _is_of_classes(one)]
     if not held or not ends or sum(ends) < _AS_A_GUESS * len(ends):
         return told("frozen", root=root, answer="no")
-    datasets = [loader.dataset for one in kept.readers if (loader := one()) is not None] if known else []
-    with undisturbed(datasets):
-        batches = _read(kept, known[-1], until) if datasets else []
-    batches = batches or known
+    batches = (_read(kept, known[-1], until) if known else []) or known
     count, rows = len(batches), sum(len(first) for first, _, _ in batches)
     if count < _FROZEN_BATCHES or rows < _LEAST or sum(one.numel() for one in of.parameters()) > _MOST_NUMBERS:
         raise Unknown("few batches were kept, or the model is large")
@@ -348,10 +345,7 @@ def _read(kept: Kept, like: Batch, until: float) -> list[Batch]:
         for at in range(0, len(order) - size + 1, size):
             if time.perf_counter() > end:
                 break
-            try:
-                batch = loader.collate_fn([loader.dataset[one] for one in order[at : at + size]])
-            except FAILURES:
-                break
+            batch = loader.dataset[order[at : at + size]]
             pair = list[Any](batch) if isinstance(batch, (tuple, list)) and len(batch) == 2 else []
             if [_form(one) for one in pair] != [_form(first), _form(given["target"])]:
                 break
