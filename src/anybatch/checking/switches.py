@@ -132,7 +132,7 @@ def _values(
     for module in modules:
         own = vars(module)
         if "forward" in own:
-            forwards.append(getattr(own["forward"], "__code__", own["forward"]))  # which is that of a method, too
+            forwards.append(_known_by(own["forward"]))
         for name in _HOOKS:
             hooks += len(own.get(name, ()))
         for parameter in own.get("_parameters", {}).values():
@@ -147,6 +147,13 @@ def _values(
     found["model", "modules"], found["model", "hooks"] = [*map(type, modules)], hooks
     found["model", "forwards"] = forwards
     return found
+
+
+def _known_by(forward: Any) -> Any:
+    """What a ``forward`` is known by that is put on a model, and may hold it, so that nothing keeps the model."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return getattr(forward, "__code__", None) or (type(forward), id(forward))  # that of a method, too
 
 
 def _shown(value: Any) -> Any:

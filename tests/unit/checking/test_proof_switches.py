@@ -4,6 +4,8 @@ How this could cost without need: a value that changes with each step is a new p
 """
 
 import copy
+import gc
+import weakref
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -119,6 +121,25 @@ def test_what_is_put_in_place_of_a_forward_and_what_is_written_to_outside_is_a_p
         weights[::2] = 4.0
     with pytest.raises(anybatch.NotSplittable):
         step(batch)
+
+
+class Held:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return nn.Linear.forward(self.model, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["partial", "object"])
+def test_a_forward_that_is_put_on_a_model_and_holds_it_does_not_outlive_it(kind: str) -> None:
+    model = nn.Linear(4, 3)
+    model.forward = Held(model) if kind == "object" else partial(nn.Linear.forward, model)  # type: ignore[method-assign]
+    anybatch.backward(model, mean, batch_of(), micro_batch_size=8)
+    found = weakref.ref(model)
+    del model
+    gc.collect()
+    assert found() is None
 
 
 class Ramped(nn.Module):
