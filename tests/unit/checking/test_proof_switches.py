@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch.checking.switches import Switches
 
 epoch = 0
 
@@ -140,6 +141,26 @@ def test_a_forward_that_is_put_on_a_model_and_holds_it_does_not_outlive_it(kind:
     del model
     gc.collect()
     assert found() is None
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@pytest.mark.parametrize("kind", ["of other modules", "beside it", "in the loss"])
+def test_many_numbers_that_a_schedule_gets_beyond_are_no_turn_each(kind: str) -> None:
+    model, scheduled, switches, found = nn.Sequential(*map(Numbered, range(48))), Scheduled(), Switches(), 0
+    home = model[0] if kind == "beside it" else scheduled if kind == "in the loss" else model
+    if kind != "of other modules":
+        vars(home).update({f"threshold {one}": float(one) for one in range(48)})
+    for number in range(48):
+        vars(home)["progress"] = number + 0.5
+        if number == 0 or switches.are_turned(model, scheduled):
+            found += 1
+            switches.note(model, scheduled)
+    assert found <= (8 if kind == "of other modules" else 24)
 
 
 class Ramped(nn.Module):
