@@ -186,7 +186,8 @@ def _shown(value: Any) -> Any:
     if kind is torch.Tensor:
         return _shown(value.item()) if value.dim() == 0 and value.device.type == "cpu" else _NONE
     if kind.__module__ == "numpy" and getattr(value, "shape", _NONE) == ():
-        return _shown(value.item())
+        item = value.item()
+        return _shown(item) if type(item) in _PLAIN else _NONE  # a longdouble gives itself
     if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
         return tuple(map(_shown, value))
     return _NONE

@@ -4,6 +4,7 @@ How this could cost without need: a value that changes with each step is a new p
 """
 
 import copy
+import functools
 import gc
 import weakref
 from functools import partial
@@ -161,6 +162,15 @@ def test_many_numbers_that_a_schedule_gets_beyond_are_no_turn_each(kind: str) ->
             found += 1
             switches.note(model, scheduled)
     assert found <= (8 if kind == "of other modules" else 24)
+
+
+@pytest.mark.parametrize("beside", [np.longdouble(1), np.array(np.longdouble(1)), np.datetime64("2020-01-01", "ns")])
+def test_a_number_of_numpy_that_python_has_no_kind_of_ends_no_look_at_what_is_beside_it(beside: Any) -> None:
+    state, switches = {"beside": beside, "is_on": False}, Switches()
+    loss_fn = functools.partial(told, state=state)
+    switches.note(None, loss_fn)
+    state["is_on"] = True
+    assert switches.are_turned(None, loss_fn)
 
 
 class Ramped(nn.Module):
