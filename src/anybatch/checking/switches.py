@@ -131,9 +131,11 @@ def _numbers_in(known: Iterable[Any], kinds: Iterable[type]) -> Iterator[Any]:
     functions = *known, *(one for kind in own for one in vars(kind).values())
     codes = [one.__code__ for one in functions if type(one) is FunctionType]
     for code in codes:  # to which those within it are added
-        for one in code.co_consts:
+        for one in code.co_consts:  # from Python 3.14 on without small whole numbers
             if type(one) is CodeType:
                 codes.append(one)
+            elif type(one) in (tuple, frozenset):  # such as that of `in {3, 5}`, or of milestones
+                yield from one
             else:
                 yield one
 

@@ -173,6 +173,20 @@ def test_a_number_of_numpy_that_python_has_no_kind_of_ends_no_look_at_what_is_be
     assert switches.are_turned(None, loss_fn)
 
 
+def test_numbers_in_a_tuple_or_a_set_of_the_code_are_bounds() -> None:
+    def loss(model: Any, batch: Any, progress: float) -> Any:
+        return mean(model, batch) if progress in (0.3, 0.55) or progress in {0.75} else None
+
+    switches, loss_fn = Switches(), partial(loss, progress=0.0)
+    switches.note(None, loss_fn)
+    found = []
+    for number in range(1, 100):
+        loss_fn.keywords["progress"] = number / 100
+        if switches.are_turned(None, loss_fn):
+            found.append(number)
+    assert {30, 31, 55, 56, 75, 76} <= {*found}
+
+
 class Ramped(nn.Module):
     """Mixes samples far before its last operations, and before any that has a gradient, from a number on."""
 
