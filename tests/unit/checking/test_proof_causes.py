@@ -298,7 +298,7 @@ def named_by_coin(model: Any, batch: Any) -> Any:
 def test_numbers_drawn_outside_torch_that_go_by_the_samples_are_no_reason_to_stop(loss: Any) -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     batch = rows(16, ids=torch.randint(8, (16, 20)), length=torch.randint(5, 20, (16,)))
-    counts = {"count": "forward"} if loss is over_drawn else {}
+    counts: dict[str, Any] = {"count": "forward"} if loss is over_drawn else {}
     proof = anybatch.backward(net(), loss, batch, micro_batch_size=4, **counts).proof
     assert proof is not None
     assert proof.outcome != "not exact"
