@@ -249,6 +249,29 @@ def proved_now_and_then(rank: int, world: int) -> None:
     assert [number for number in range(1, 20) if proofs[number] is not proofs[number - 1]] == [8]
 
 
+def proved_unsplit(rank: int, world: int) -> None:
+    """A batch that no rank splits is one part of that of all ranks, and proved so; ranks may have a sample or none."""
+    for rows in ((8, 8), (8, 1), (8, 0), (1, 1)):
+        model = SHARDED(Net())
+        step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        proof = step(batches_of((*rows, *range(world - 2)))[rank]).proof
+        assert step.updates == 1
+        outcome = "undecided" if max(rows) < 2 else "exact"
+        assert (proof.outcome if proof is not None else "undecided") == outcome, (rows, proof)
+
+
+def a_term_of_the_batch_of_a_rank(rank: int, world: int) -> None:
+    """A loss that couples the samples of a rank is refused on all ranks, where none splits its batch."""
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return mean_loss(model, batch) + model(batch["x"]).std(0).mean()
+
+    model = SHARDED(Net())
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(raised(lambda: step(batches_of((8, 8))[rank])), anybatch.NotSplittable)
+    assert step.updates == 0
+
+
 def proved_where_a_term_begins(rank: int, world: int) -> None:
     """A coupled term that one rank alone is given has the next batch proved on all of them, and refused."""
     model = SHARDED(Net())
@@ -301,6 +324,8 @@ CASES: Mapping[str, Case] = {
     **{f"resuming, {n}": partial(resuming, wrap=w) for n, w in BOTH.items()},
     "refusals": refusals,
     "proofs": proved_now_and_then,
+    "unsplit": proved_unsplit,
+    "coupled on a rank": a_term_of_the_batch_of_a_rank,
     "late terms": proved_where_a_term_begins,
 }  # fmt: skip
 FOUR: Mapping[str, Case] = {f"SGD, {n}": CASES[f"SGD, {n}"] for n in BOTH}

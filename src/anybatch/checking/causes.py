@@ -198,16 +198,6 @@ CAUSES: dict[str, Cause] = {
         "random numbers there.",
         (WHOLE,),
     ),
-    "mixed by draws": Cause(
-        "not-additive",
-        "The loss draws numbers from NumPy, from Python or from a generator of its own, and has samples meet others of "
-        "the batch by them, as a permutation does: from the same numbers, what a sample gives depends on the others.",
-        (
-            WHOLE,
-            _COUPLED,
-            'batch["other"] = batch["x"][torch.randperm(len(batch["x"]))]  # before step(batch): drawn once, as data',
-        ),
-    ),
     "mixed before": Cause(
         "not-additive",
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "

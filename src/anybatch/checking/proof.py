@@ -51,6 +51,10 @@ _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
     "sample; what is drawn once for the batch, draw before the step"
 )
+_MEET = (
+    "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told from "
+    "numbers of each sample's own"
+)
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
@@ -407,9 +411,8 @@ class _Prover:
         undecided = told[0] if told and reason is None else None
         if undecided is not None and undecided.code in ("not-finite", "random"):
             if undecided.code == "not-finite" or difference.draws:
-                if undecided.code == "random" and difference.is_single and self._trial.mixes(difference.cut):
-                    return difference.proof("not exact", "comparison"), worded("mixed by draws", "loss")
-                return difference.proof("undecided", "", note=undecided.message), None
+                proof = difference.proof("undecided", "", note=undecided.message)
+                return with_note(proof, _MEET) if undecided.code == "random" else proof, None
             reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
         is_of_chunk = reason is not None and isinstance(self._task.loss_fn, InPieces) and reason.code == "not-additive"

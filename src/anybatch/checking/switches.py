@@ -22,6 +22,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OPENED = (list, tuple, ModuleType)  # whose kind says nothing
 _FEW = 8  # numbers in a list that may be settings
 _OFTEN, _RARELY = 64, 8  # the first steps, in which modules are looked at, and then which of them
+_SIDES = 16  # of a number, between others, each of which is seen at once
 _NONE = object()  # for what is none
 _LIBRARIES = ("torch", "anybatch", "numpy")
 _DEPTH = 3
@@ -41,7 +42,8 @@ class Switches:
         self._latest: dict[_Key, Any] = {}
         self._changes: Counter[_Key] = Counter()
         self._looks = 0
-        self._bounds: Sequence[float] = ()  # numbers that a schedule may be compared with, in their order
+        # numbers that a schedule may be compared with, in their order; those of a module only for its own
+        self._bounds: dict[object, Sequence[float]] = {}
         self._sides = defaultdict[_Key, set[tuple[Any, ...]]](set)  # between which of them a number has been
 
     def note(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> None:
@@ -49,9 +51,13 @@ class Switches:
         with contextlib.suppress(Exception):  # what the user's objects raise when they are looked at ends no step
             known = set[Any]()
             self._latest = _values(model, loss_fn, nodes, known)
-            stay = [value for name, value in self._latest.items() if name not in self._changes]
+            own = defaultdict[object, set[float]](set)
+            for name, value in self._latest.items():
+                if name not in self._changes and type(value) in _NUMBERS:
+                    own[_module_of(name)].add(value)
             code = _numbers_in(known, [type(loss_fn), *map(type, modules_of(model))])
-            self._bounds = sorted({one for one in (*code, *stay) if type(one) in _NUMBERS})
+            own[None].update(one for one in code if type(one) in _NUMBERS)
+            self._bounds = {module: sorted(numbers | own[None]) for module, numbers in own.items()}
             self._is_beyond(self._latest, self._latest)
 
     def forget(self) -> None:
@@ -94,15 +100,29 @@ class Switches:
         return is_beyond or any(self._changes[name].bit_count() == 1 for name in changed)
 
     def _is_beyond(self, names: Iterable[_Key], values: Mapping[_Key, Any]) -> bool:
-        """Whether a number is between two others where it has never been; this is noted."""
-        is_beyond = False
+        """Whether a number is between two others where it has never been; this is noted.
+
+        After a number of times, only at each power of two: what jumps about among many others is no schedule.
+        """
+        is_beyond, shared = False, self._bounds.get(None, ())
         for name in names:
             if type(value := values[name]) in _NUMBERS:
-                below, above = bisect_left(self._bounds, value), bisect_right(self._bounds, value)
-                side = (*self._bounds[max(0, below - 1) : below], None, *self._bounds[above : above + 1])
-                is_beyond = is_beyond or side not in self._sides[name]
-                self._sides[name].add(side)
+                bounds = self._bounds.get(_module_of(name), shared)
+                below, above = bisect_left(bounds, value), bisect_right(bounds, value)
+                side = (*bounds[max(0, below - 1) : below], None, *bounds[above : above + 1])
+                sides = self._sides[name]
+                if side not in sides:
+                    sides.add(side)
+                    is_beyond = is_beyond or len(sides) <= _SIDES or len(sides).bit_count() == 1
         return is_beyond
+
+
+def _module_of(name: _Key) -> object:
+    """The module, by identity, that a number is an attribute of, or in one; ``None`` for others."""
+    home = name[0]
+    while type(home) is tuple:
+        home = home[0]
+    return home if type(home) is int else None
 
 
 def _numbers_in(known: Iterable[Any], kinds: Iterable[type]) -> Iterator[Any]:
@@ -111,9 +131,11 @@ def _numbers_in(known: Iterable[Any], kinds: Iterable[type]) -> Iterator[Any]:
     functions = *known, *(one for kind in own for one in vars(kind).values())
     codes = [one.__code__ for one in functions if type(one) is FunctionType]
     for code in codes:  # to which those within it are added
-        for one in code.co_consts:
+        for one in code.co_consts:  # from Python 3.14 on without small whole numbers
             if type(one) is CodeType:
                 codes.append(one)
+            elif type(one) in (tuple, frozenset):  # such as that of `in {3, 5}`, or of milestones
+                yield from one
             else:
                 yield one
 
@@ -132,7 +154,7 @@ def _values(
     for module in modules:
         own = vars(module)
         if "forward" in own:
-            forwards.append(getattr(own["forward"], "__code__", own["forward"]))  # which is that of a method, too
+            forwards.append(_known_by(own["forward"]))
         for name in _HOOKS:
             hooks += len(own.get(name, ()))
         for parameter in own.get("_parameters", {}).values():
@@ -149,6 +171,13 @@ def _values(
     return found
 
 
+def _known_by(forward: Any) -> Any:
+    """What a ``forward`` is known by that is put on a model, and may hold it, so that nothing keeps the model."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return getattr(forward, "__code__", None) or (type(forward), id(forward))  # that of a method, too
+
+
 def _shown(value: Any) -> Any:
     """What a setting is compared by; ``_NONE`` for what is no setting."""
     kind = type(value)
@@ -159,7 +188,8 @@ def _shown(value: Any) -> Any:
     if kind is torch.Tensor:
         return _shown(value.item()) if value.dim() == 0 and value.device.type == "cpu" else _NONE
     if kind.__module__ == "numpy" and getattr(value, "shape", _NONE) == ():
-        return _shown(value.item())
+        item = value.item()
+        return _shown(item) if type(item) in _PLAIN else _NONE  # a longdouble gives itself
     if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
         return tuple(map(_shown, value))
     return _NONE

@@ -24,6 +24,7 @@ from anybatch.records.proofs import Proof
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
+_NO_CUT = "a micro-batch has one sample, or the samples have no gradient"
 _TRIES = 2  # once more if ranks that run other units gather everything from then on
 
 
@@ -56,6 +57,8 @@ def prove_together(split: Split) -> tuple[Proof, Reason | None]:
 
 def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
     reducer, cut, numbers = split.task.settings.reducer, _cut(split.task, split.parts), StandIns()
+    if not any(one["has_cut"] for one in reducer.hear({"has_cut": cut is not None})):  # a run of no samples fails
+        return Proof("undecided", note=_NO_CUT), None
     of_whole, of_parts = Bounds(), Bounds()
     whole = trial.run(cut, None if cut is None else cut.whole, numbers, bounds=of_whole)
     in_parts = trial.run(cut, None if cut is None else cut.parts, numbers, bounds=of_parts)
@@ -71,7 +74,7 @@ def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
     sizes: list[int] = next((one["sizes"] for one in heard if one["sizes"]), [])
     distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
     if not sizes or not scale:
-        return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None
+        return Proof("undecided", note=_NO_CUT), None
     leaves, draws = (*trial.parameters, *reducer.known_leaves(trial.parameters)), any(one["draws"] for one in heard)
     difference = trial.judged(
         Cut(split.task.splittable, tuple(sizes)), leaves, distance / scale, in_parts.value_error(whole), draws=draws
@@ -87,7 +90,7 @@ def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
 
 
 def _cut(task: Task, parts: Sequence[Part]) -> Cut | None:
-    if len(parts) < 2 or task.splittable.obstacle is not None:
+    if not parts or task.splittable.rows < 2 or task.splittable.obstacle is not None:
         return None
     cuts = Cuts(task.splittable, parts)
     ways = [cuts.between, cuts.inside] if cuts.largest < SMALL and not task.is_planned else [cuts.inside]

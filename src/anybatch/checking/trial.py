@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,8 +50,6 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _OF_OTHERS = ("torch.utils.checkpoint", "torch._library.autograd")  # backwards of torch that run what the user wrote
 _LOUDER = 1e4
 _STIRRED = 0.1  # of a weight, by which it is moved
-# of two losses, and of what a change of samples makes, the least that is no rounding; losses near 0 may be sums of much
-_MIXED, _MIXED_OF_CHANGE, _MIXED_AT_LEAST = 1e-4, 1e-3, 1e-5
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
@@ -348,30 +345,6 @@ class Trial:
         whole, other = ran
         found = self._compared(cut, whole, other, draws=whole.drew_others or other.drew_others)
         return replace(found, error=0.0) if in_value else found
-
-    def mixes(self, cut: Cut) -> bool:
-        """Whether what a sample gives depends on others where numbers are drawn that nothing stands in for.
-
-        From one random state some samples change places among themselves, then the others, then both. If no sample of
-        these meets one of the others, the first change makes as much of a difference with the second as without it.
-        """
-        rows = range(sum(cut.sizes))
-        half = len(rows) // 2
-        for some, turn in itertools.product((rows[:half], rows[::2][:half]), {1, half - 1}):
-            others, ran = [i for i in rows if i not in some], list[dict[str, float]]()
-            for first, second in ((0, 0), (0, turn), (turn, 0), (turn, turn), (0, 0)):
-                places = {place: group[(i + by) % len(group)] for group, by in ((some, first), (others, second))
-                          for i, place in enumerate(group)}  # fmt: skip
-                own = Cut(cut.splittable.chosen([places[i] for i in rows]), cut.sizes)
-                ran.append(self.run(own, own.whole).losses)
-            if ran[0] != ran.pop():  # the state of what draws them can't be put back
-                return False
-            for values in zip(*(one.values() for one in ran), strict=True):
-                off = abs(values[3] - values[2] - values[1] + values[0])
-                spread = max(values) - min(values)
-                if off > max(_MIXED * max(map(abs, values)), _MIXED_OF_CHANGE * spread, _MIXED_AT_LEAST):
-                    return True
-        return False
 
     @contextlib.contextmanager
     def _as(self, loss_fn: LossFunction, **others: Any) -> Iterator[None]:

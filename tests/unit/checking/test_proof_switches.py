@@ -4,6 +4,9 @@ How this could cost without need: a value that changes with each step is a new p
 """
 
 import copy
+import functools
+import gc
+import weakref
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch.checking.switches import Switches
 
 epoch = 0
 
@@ -119,6 +123,68 @@ def test_what_is_put_in_place_of_a_forward_and_what_is_written_to_outside_is_a_p
         weights[::2] = 4.0
     with pytest.raises(anybatch.NotSplittable):
         step(batch)
+
+
+class Held:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return nn.Linear.forward(self.model, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["partial", "object"])
+def test_a_forward_that_is_put_on_a_model_and_holds_it_does_not_outlive_it(kind: str) -> None:
+    model = nn.Linear(4, 3)
+    vars(model)["forward"] = Held(model) if kind == "object" else partial(nn.Linear.forward, model)
+    anybatch.backward(model, mean, batch_of(), micro_batch_size=8)
+    found = weakref.ref(model)
+    del model
+    gc.collect()
+    assert found() is None
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@pytest.mark.parametrize("kind", ["of other modules", "beside it", "in the loss"])
+def test_many_numbers_that_a_schedule_gets_beyond_are_no_turn_each(kind: str) -> None:
+    model, scheduled, switches, found = nn.Sequential(*map(Numbered, range(40))), Scheduled(), Switches(), 0
+    home: Any = scheduled if kind == "in the loss" else model[0]
+    if kind != "of other modules":
+        vars(home).update({f"threshold {one}": float(one) for one in range(40)})
+    for number in range(40):
+        vars(home)["progress"] = number + 0.5
+        if number == 0 or switches.are_turned(model, scheduled):
+            found += 1
+            switches.note(model, scheduled)
+    assert found <= (8 if kind == "of other modules" else 24)
+
+
+@pytest.mark.parametrize("beside", [np.longdouble(1), np.array(np.longdouble(1)), np.datetime64("2020-01-01", "ns")])
+def test_a_number_of_numpy_that_python_has_no_kind_of_ends_no_look_at_what_is_beside_it(beside: Any) -> None:
+    state, switches = {"beside": beside, "is_on": False}, Switches()
+    loss_fn = functools.partial(told, state=state)
+    switches.note(None, loss_fn)
+    state["is_on"] = True
+    assert switches.are_turned(None, loss_fn)
+
+
+def test_numbers_in_a_tuple_or_a_set_of_the_code_are_bounds() -> None:
+    def loss(model: Any, batch: Any, progress: float) -> Any:
+        return mean(model, batch) if progress in (0.3, 0.55) or progress in {0.75} else None
+
+    switches, loss_fn = Switches(), partial(loss, progress=0.0)
+    switches.note(None, loss_fn)
+    found = []
+    for number in range(1, 100):
+        loss_fn.keywords["progress"] = number / 100
+        if switches.are_turned(None, loss_fn):
+            found.append(number)
+    assert {30, 31, 55, 56, 75, 76} <= {*found}
 
 
 class Ramped(nn.Module):

@@ -117,31 +117,6 @@ def test_of_random_numbers() -> None:
     assert not certificate.notes
 
 
-@follows("mixed by draws")
-def test_of_samples_that_meet_others_by_a_permutation_of_numpy() -> None:
-    def distance(out: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return -(out - other).square().sum(1).clamp(max=1).mean()
-
-    def permuted(model: Any, out: torch.Tensor) -> torch.Tensor:
-        return distance(out, out[np.random.permutation(len(out))])
-
-    def step(loss: Any) -> TrainStep:
-        model = linear()
-        return TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=4)
-
-    np.random.seed(0)
-    with pytest.raises(NotSplittable) as refused:
-        step(lambda model, batch: permuted(model, model(batch["x"])))(vectors())
-    other = 'batch["other"] = batch["x"][torch.randperm(len(batch["x"]))]'
-    assert all(line in str(refused.value) for line in (WHOLE, COUPLED, other))
-    out = step(Coupled(lambda model, batch: model(batch["x"]), permuted))(vectors())
-    assert out.proof is not None
-    assert out.proof.outcome != "not exact"
-    batch = vectors()
-    batch["other"] = batch["x"][torch.randperm(len(batch["x"]))]
-    assert check(linear(), lambda m, b: distance(m(b["x"]), m(b["other"])), batch).exact
-
-
 def warmed(loss: torch.Tensor, steps: int) -> torch.Tensor:
     return loss * min(1.0, steps / 4)
 
