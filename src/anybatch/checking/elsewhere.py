@@ -138,7 +138,7 @@ def _ends(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest number, without a mask; both are NaN where one is."""
     try:
         low, high = leaf.aminmax()
-    except NotImplementedError:  # of small types that torch does not order on every device
+    except RuntimeError:  # small types that torch does not order on every device
         low, high = leaf.float().aminmax()
     return low, high
 

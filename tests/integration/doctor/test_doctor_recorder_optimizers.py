@@ -194,7 +194,8 @@ def test_a_step_that_two_classes_share_is_passed_over_once() -> None:
     model, _ = pair()
     optimizer = torch.optim.AdamW(model.parameters())  # whose class then has a step of torch's around that of Adam
     step = function_in(torch.optim.Adam, "step")
-    assert function_in(torch.optim.AdamW, "step") is step
+    if function_in(torch.optim.AdamW, "step") is not step:
+        pytest.skip("the two have steps of their own before torch 2.7")
     with Doctor() as doctor:
         assert step.__code__.co_filename.count(HIDDEN) == 1
         backward(model)
