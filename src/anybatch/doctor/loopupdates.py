@@ -10,6 +10,7 @@ import torch
 from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
 from anybatch.doctor.looplooks import HARMLESS, LEAVES, LOOKS, NEEDS_GRAPH, leaves, may_look, only_looks, value_at
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, root_of, stored, value_of
+from anybatch.doctor.recording.naming import USERS, whose_file
 
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _DECIDES = ("item", "any", "all", "isnan", "isfinite", "isinf")
@@ -123,9 +124,9 @@ def _keeps_cleared(step: LoopStep, found: dict[ast.stmt, str]) -> bool:
     if any(one.attr == "grad" for one in nodes_in(others, ast.Attribute)):
         return False
     calls = [one for one in nodes_in(others, ast.Call) if not may_look(step, one)]
-    if not calls or not _goes_back_elsewhere(step):
-        return True
-    return not any(_is_users(step, one) for one in calls)
+    if calls and _goes_back_elsewhere(step):
+        return not any(_is_users(step, one) for one in calls)
+    return not any(_is_elsewhere(step, one) for one in calls)
 
 
 def _goes_back_elsewhere(step: LoopStep) -> bool:
@@ -145,6 +146,14 @@ def _is_users(step: LoopStep, call: ast.Call) -> bool:
     return not isinstance(value, types.BuiltinFunctionType) and not str(getattr(value, "__module__", "")).startswith(
         "torch"
     )
+
+
+def _is_elsewhere(step: LoopStep, call: ast.Call) -> bool:
+    """Whether a call runs a function of another file of the user's, which may make gradients."""
+    value = value_at(step, call.func)
+    code = getattr(value, "__code__", None) or getattr(vars(type(value)).get("__call__"), "__code__", None)
+    file = getattr(code, "co_filename", step.source.path)
+    return file != step.source.path and whose_file(file) == USERS
 
 
 class Behind(NamedTuple):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from anybatch.doctor.loopsteps import StepUnclear
-from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
-from test_plan_loop_order import ahead, changed, epochs, run
+from plan_loop_scripts import HEAD, ahead, changed, epochs, folder, found, run  # noqa: F401 - one is a fixture
 
 CLEAR, BACK = "        optimizer.zero_grad()\n", "        loss.backward()\n"
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), {})"
@@ -194,3 +193,10 @@ def test_the_import_stands_before_what_runs_the_loop(head: str, tail: str) -> No
     run(head + text, "after.py")
     lines = text.split("\n")
     assert lines.index("import anybatch") < next(i for i, one in enumerate(lines) if "anybatch.TrainStep" in one)
+
+
+def test_a_function_of_another_file_may_make_gradients(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    (folder / "apart_helpers.py").write_text("def replay(model):\n    pass\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    text = epochs(before="from apart_helpers import replay").replace(CLEAR, f"{CLEAR}        replay(model)\n")
+    assert "anybatch.backward(" in changed(text)
