@@ -122,9 +122,10 @@ def _reads_trained(step: LoopStep, statements: Iterable[ast.stmt]) -> bool:
 
 
 def _trained_memory(step: LoopStep) -> set[int]:
-    """Where the storage of each weight and of each buffer begins."""
+    """Where the storage of each weight and of each buffer begins, and the ids of optimizer states."""
     found = [one for module in step.modules.values() for one in (*module.parameters(), *module.buffers())]
-    return {_memory(one) for one in found} - {0}
+    states = {id(one.state) for one in step.names.values() if isinstance(one, torch.optim.Optimizer)}
+    return states | {_memory(one) for one in found} - {0}
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -135,7 +136,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _is_plain(value: Any, memory: set[int], depth: int = 4) -> bool:
-    """Whether a value is data that no update changes."""
+    """Whether a value is data that no update changes; in ``memory`` are the ids of optimizer states, too."""
+    if id(value) in memory:
+        return False
     if isinstance(value, torch.Tensor):
         return not isinstance(value, torch.nn.Parameter) and _memory(value) not in memory
     if isinstance(value, (*_SCALARS, type, types.ModuleType, torch.utils.data.DataLoader)) or _is_log(value):

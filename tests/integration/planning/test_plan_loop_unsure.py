@@ -58,6 +58,10 @@ KEPT = {
     "an alias of a weight, read before the step": epochs(
         "seen.append(weight[0, 0].item())", before="weight = model[0].weight"
     ),
+    "a state of the optimizer, which is empty at first": ahead(
+        "seen.append(loss.item() + sum(1 for one in state.values() if one))",
+        "optimizer = torch.optim.SGD(model.parameters(), 2**-12, momentum=0.5)\nstate = optimizer.state",
+    ),
     "a function that reads the weights": ahead(
         "seen.append(loss.item() + total())",
         "def total():\n    return sum(one.sum().item() for one in model.parameters())",
