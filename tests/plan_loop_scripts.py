@@ -1,6 +1,7 @@
 """Plain scripts, and what ``anybatch plan`` finds in them."""
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,42 @@ def found(text: str) -> FoundStep:
         watch.detach()
         torch.Tensor.backward = original  # type: ignore[method-assign]
     return FoundStep(*given)
+
+
+BATCHES = "loader = [(inputs[i : i + 64], targets[i : i + 64]) for i in range(0, 256, 64)]\n"
+STEP = """
+        optimizer.zero_grad()
+        out = model(x)
+        loss = (out - y).square().mean()
+        loss.backward()
+        {}
+        optimizer.step()
+"""
+
+
+def epochs(
+    between: str = "pass", *, before: str = "", first: str = "pass", behind: str = "", last: str = "pass"
+) -> str:
+    """Two epochs of a loop, with lines before it, in each epoch, and between the backward and the step."""
+    loop = STEP.replace("{}", between) + f"        {behind or 'pass'}"
+    return f"{BATCHES}{before}\nfor epoch in range(2):\n    {first}\n    for x, y in loader:{loop}\n    {last}\n"
+
+
+def ahead(lines: str, before: str = "", *, last: str = "pass") -> str:
+    """The same with lines between the forward and the backward."""
+    lines = lines.replace("\n", "\n        ")
+    return epochs(before=before, last=last).replace(
+        "        loss.backward()", f"        {lines}\n        loss.backward()"
+    )
+
+
+def run(text: str, name: str) -> dict[str, Any]:
+    Path(name).write_text(text, encoding="utf-8")
+    return runpy.run_path(name, run_name="__main__")
+
+
+def changed(text: str) -> str:
+    answer = found(text).with_change({"plan": {"chosen": {"micro_batch_size": 32}}}, {"memory": "free"})
+    assert not answer["trouble"]
+    subprocess.run(["patch", "-p1"], input=answer["change"], text=True, check=True, capture_output=True)
+    return Path("train.py").read_text(encoding="utf-8").replace('memory="free"', "micro_batch_size=32")

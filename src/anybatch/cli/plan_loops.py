@@ -125,8 +125,9 @@ class FoundStep:
     """
 
     def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float = math.nan) -> None:
-        from anybatch.doctor.loopchanges import results_of, run_behind, update_of
+        from anybatch.doctor.loopchanges import results_of
         from anybatch.doctor.loopsteps import StepUnclear, step_at, value_of
+        from anybatch.doctor.loopupdates import run_behind, update_of
 
         others = [one for one in _optimizers(names) if one is not optimizer and _has_gradients(one)]
         self._step = step = step_at(file, line, names, [optimizer, *others])
@@ -159,7 +160,7 @@ class FoundStep:
 
         model, loss_fn, batch, _ = self.call
         before = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
-        found = []
+        found, drawn = [], _generators(self._step.names)
         try:
             with unobserved():
                 for seed in (0, 1):
@@ -170,8 +171,9 @@ class FoundStep:
             logging.getLogger(__name__).info("the forward did not run again: %s", error)
             return
         finally:
+            is_drawn = drawn != _generators(self._step.names)
             before.restore()
-        if found[0] == found[1] and not math.isclose(found[0], loss, rel_tol=_SAME, abs_tol=_SAME**2):
+        if not is_drawn and found[0] == found[1] and not math.isclose(found[0], loss, rel_tol=_SAME, abs_tol=_SAME**2):
             raise StepUnclear(
                 f"the forward before {self._step.where(self._step.back)} gives a loss of {found[0]:.6g} when it runs "
                 f"again, where the loop had {loss:.6g}: something else takes part in it, such as a function that "
@@ -223,6 +225,19 @@ class FoundStep:
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
         return facts | changed | {"trouble": self._trouble, "found": at, "batch": self._step.batch_text}
+
+
+def _generators(names: Mapping[str, Any]) -> list[str]:
+    """The states of the generators beside torch's own: Python's, NumPy's, and those that have names."""
+    import random
+
+    states = [repr(random.getstate())]
+    states += [repr(one.getstate()) for one in names.values() if isinstance(one, random.Random)]
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        states.append(repr([part.tolist() if hasattr(part, "tolist") else part for part in numpy.get_state()]))
+        generators = [one for one in names.values() if isinstance(one, numpy.Generator)]
+        states += [repr(one.bit_generator.state) for one in generators]
+    return states
 
 
 def _fits_whole(plan: Mapping[str, Any]) -> bool:

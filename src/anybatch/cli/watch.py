@@ -1,5 +1,6 @@
 """``anybatch watch``: follows a run from another terminal through the record that it writes."""
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ _WIDTH = 32
 _MOST_POINTS = 240
 _MOST_FINDINGS = 8
 _WIDE = 100.0  # ratio of the greatest value to the least above which logarithms are drawn
+_LONGEST = 1 << 20  # bytes of a first line
 _STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
@@ -40,10 +42,10 @@ def watch_command(record: Path, once: bool) -> None:
     and findings. It only reads the file: run it anywhere, end it by Ctrl-C, start it again. If the record does not
     exist yet, it waits; with --once that is an error, with exit code 2.
     """
-    if record.is_file() and not is_record(record):
-        raise click.UsageError(
-            f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
-        )
+    if record.is_file() and not (is_record(record) or _is_begun(record)):
+        names = (f"run{n or ''}.jsonl" for n in itertools.count())
+        new = next(name for name in names if not Path(name).exists())
+        raise click.UsageError(f"{record} is no record of a run; anybatch doctor --record {new} train.py writes one")
     console = Console(highlight=False)
     frames = Frames(record, bars=_ASCII if console.options.ascii_only else _BARS)
     if once:
@@ -56,6 +58,13 @@ def watch_command(record: Path, once: bool) -> None:
         while not frames.has_ended:
             time.sleep(0.5)
             live.update(frames.next())
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether the first line of a record may still be on its way."""
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST)
+    return line.startswith(b"{") and len(line) < _LONGEST and not line.endswith(b"\n")
 
 
 class Frames:

@@ -1,242 +1,20 @@
 """The lines of a plain loop that change so that anybatch takes its step."""
 
 import ast
-import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
+from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, rows_of, stored, value_of
+from anybatch.doctor.looplooks import value_at
+from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, rows_of, stored
+from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behind
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
-_HARMLESS = ("print", "append", "item")
-_LOOKS = (*_HARMLESS, "len", "size", "numel", "detach", "cpu", "float", "int")
-_LEAVES = (ast.Return, ast.Break, ast.Continue)
-_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_DECIDES = ("item", "any", "all", "isnan", "isfinite", "isinf")
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
-
-
-@dataclass(slots=True)
-class Update:
-    """The statements around a backward that make one update, which a ``TrainStep`` can replace."""
-
-    optimizer: str  # what the loop calls it
-    statements: list[ast.stmt]  # that go: those that clear, clip, unscale and step
-    clip: str = ""  # the text of what the gradient is clipped to; empty without
-
-
-def update_of(step: LoopStep) -> Update | None:
-    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once."""
-    block = step.source.block(step.back)
-    found = {one: kind for one in block if (kind := _kind(step, one))}
-    kinds = list(found.values())
-    steps = [one for one, kind in found.items() if kind == "step"]
-    if not step.loops or len(steps) != 1 or "clear" not in kinds or kinds.count("clip") > 1:
-        return None
-    if steps[0].lineno < step.back.lineno:
-        return None
-    between = block[block.index(step.back) + 1 : block.index(steps[0])]
-    optimizer = _receiver(step, steps[0])
-    names = {text.partition(".")[0] for text in (*step.modules, optimizer)}
-    others = [one for one in between if one not in found]
-    if any(read([one]) & names or ".grad" in step.source.of(one) or not _may_wait(step, one) for one in others):
-        return None
-    updates = [one for one in step.source.calls(step.loops[0], "step") if _is_optimizer(step, one)]
-    goes_back = step.source.calls(step.loops[0], "backward")
-    home = home_of(step, optimizer)
-    if len(updates) > 1 or len(goes_back) > 1 or home is None:
-        return None
-    if any(_before_step_only(step, one, optimizer) for one in run_behind(step).statements):
-        return None
-    clips = [one for one, kind in found.items() if kind == "clip"]
-    limit = _limit(step, clips[0]) if clips else ""
-    if limit and (names_in(ast.parse(limit)) & stored([home]) or any(nodes_in(ast.parse(limit), ast.Call))):
-        return None  # it may be another one in each step
-    return Update(optimizer, list(found), limit)
-
-
-class Behind(NamedTuple):
-    """What stands between a forward and its backward, and has to run after both, in its order."""
-
-    statements: list[ast.stmt]
-    changes: bool  # whether one of them changes what the forward reads
-
-
-def run_behind(step: LoopStep) -> Behind:
-    """The statements that read what the forward gives or change what it reads, and those that depend on them."""
-    block, found, changes = step.source.block(step.back), list[ast.stmt](), False
-    if not step.forward or step.forward[0] not in block:
-        return Behind(found, changes)
-    made, needed = stored(step.forward), inputs_of([*step.forward, step.loss])
-    for one in block[block.index(step.forward[0]) : block.index(step.back)]:
-        if one in step.forward or _kind(step, one) == "clear" or (_clears(one) and not read([one]) & made):
-            continue
-        acts = any(called(call) not in _LOOKS for call in nodes_in(one, ast.Call))
-        own = stored([one]) & needed | ({name for name in read([one]) & needed if acts and _is_object(step, name)})
-        if own or read([one]) & made or stored([one]) & made:
-            changes |= bool(own)
-            found.append(one)
-            made |= stored([one])
-            needed |= read([one]) if own else set()
-    return Behind(found, changes)
-
-
-def _is_object(step: LoopStep, name: str) -> bool:
-    """Whether a call may change what a name stands for, as an update of a teacher does."""
-    value = step.names.get(name)
-    known = (torch.Tensor, str, int, float, complex, list, tuple, dict, types.ModuleType, torch.device, torch.dtype)
-    return isinstance(value, torch.nn.Module) or not (value is None or callable(value) or isinstance(value, known))
-
-
-def _clears(statement: ast.stmt) -> bool:
-    """Whether a statement clears gradients, in any form."""
-    stores = (one for one in nodes_in(statement, ast.Attribute) if isinstance(one.ctx, ast.Store))
-    calls = (called(one) for one in nodes_in(statement, ast.Call))
-    return any(one.attr == "grad" for one in stores) or "zero_grad" in calls
-
-
-def _before_step_only(step: LoopStep, statement: ast.stmt, optimizer: str) -> bool:
-    """Whether a statement may not run after the update: it can leave the loop, or knows the model or the optimizer."""
-    held = {*step.modules, optimizer}
-    roots = {text.partition(".")[0] for text in held}
-    for node in ast.walk(statement):
-        if isinstance(node, (*_LEAVES, ast.Raise, ast.Assert)) or called(node) == "step":
-            return True
-        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            return True  # such as a learning rate
-        if isinstance(node, ast.Name | ast.Attribute) and step.source.of(node) in held:
-            return True
-        if isinstance(node, ast.Name) and node.id in roots:
-            outer = step.source.parent(node)
-            call = step.source.parent(outer) if isinstance(outer, ast.Attribute) else None
-            if not isinstance(outer, ast.Attribute) or (isinstance(call, ast.Call) and call.func is outer):
-                return True  # log(self), self.log()
-    return False
-
-
-def _check_behind(step: LoopStep) -> None:
-    """Refuses what would be another training once it runs behind the backward."""
-    block, made = step.source.block(step.back), stored(step.forward)
-    for one in run_behind(step).statements:
-        later = [other for other in step.forward if other.lineno > one.lineno]
-        again = read([one]) & stored(later)
-        if again:
-            raise StepUnclear(
-                f"{step.where(one)} reads {min(again)!r} before the forward gives it another value; give the two "
-                "values different names"
-            )
-        leaving = next((node for node in ast.walk(one) if isinstance(node, _LEAVES)), None)
-        if leaving is not None and not any(_clears(other) for other in block[: block.index(step.back)]):
-            raise StepUnclear(
-                f"{step.where(leaving)} may leave out the backward by what the forward gave, and anybatch runs both; "
-                "call zero_grad() at the start of each iteration, so that it may leave out the optimizer's step instead"
-            )
-        if _clears(one):
-            raise StepUnclear(
-                f"{step.where(one)} clears gradients by what the forward gave, and anybatch runs it with the backward; "
-                "call zero_grad() at the start of each iteration"
-            )
-    for node in nodes_in(step.forward, ast.AST):
-        if isinstance(node, ast.If | ast.While | ast.IfExp) and _decides(step, node.test, made):
-            raise StepUnclear(
-                f"{step.where(node)} decides by values of the batch, as each micro-batch would for itself; decide for "
-                "each sample, as by torch.where, or before the forward"
-            )
-
-
-def _decides(step: LoopStep, test: ast.expr, made: set[str]) -> bool:
-    """Whether a condition is about the values that a forward gives, and not about their shapes."""
-    for node in ast.walk(test):
-        is_order = isinstance(node, ast.Compare) and any(isinstance(one, _ORDERS) for one in node.ops)
-        if not (is_order or called(node) in _DECIDES) or not read([node]) & made:
-            continue
-        sides: list[ast.AST] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node]
-        if any(read([one]) & made and not _is_shape(one) for one in sides):
-            return True
-    return False
-
-
-def _is_shape(node: ast.AST) -> bool:
-    attributes = {one.attr for one in nodes_in(node, ast.Attribute)}
-    return bool(attributes & {"shape", "ndim", "dim", "size", "numel"}) or "len" in map(called, ast.walk(node))
-
-
-def _may_wait(step: LoopStep, statement: ast.stmt) -> bool:
-    """Whether a statement between the backward and the step certainly does the same behind the step."""
-    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Pass):
-        return False
-    changed = [one for one in nodes_in(statement, ast.expr) if isinstance(getattr(one, "ctx", None), ast.Store)]
-    if not all(isinstance(one, ast.Name | ast.Tuple) for one in changed):
-        return False
-    if isinstance(statement, ast.AugAssign) and _is_tensor(step, statement.target):
-        return False
-    return all(called(one) in _HARMLESS for one in nodes_in(statement, ast.Call))
-
-
-def _is_tensor(step: LoopStep, node: ast.expr) -> bool:
-    return isinstance(value_of(step.source.of(node), step.names), torch.Tensor)
-
-
-def _call(statement: ast.stmt) -> ast.Call | None:
-    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-
-
-def _kind(step: LoopStep, statement: ast.stmt) -> str:
-    """What a statement does in an update; empty if it is no part of one."""
-    call = _call(statement)
-    if call is None or not isinstance(call.func, ast.Attribute | ast.Name):
-        return ""
-    name = called(call)
-    if name == "zero_grad":
-        return "clear"
-    if name == "step" and _is_optimizer(step, call):
-        return "step"
-    if name in ("unscale_", "update") and step.scaler and step.source.of(call.func).startswith(f"{step.scaler}."):
-        return "scale"
-    return "clip" if name == "clip_grad_norm_" and _limit(step, statement) else ""
-
-
-def _is_optimizer(step: LoopStep, call: ast.Call) -> bool:
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    if step.scaler and step.source.of(call.func.value) == step.scaler:
-        return len(call.args) == 1 and not call.keywords
-    value = value_of(step.source.of(call.func.value), step.names)
-    return isinstance(value, torch.optim.Optimizer) and not call.args and not call.keywords
-
-
-def _receiver(step: LoopStep, statement: ast.stmt) -> str:
-    """The optimizer of a statement that steps, as the loop calls it."""
-    call = _call(statement)
-    if call is None or not isinstance(call.func, ast.Attribute):
-        return ""
-    return step.source.of(call.args[0] if call.args else call.func.value)
-
-
-def _limit(step: LoopStep, statement: ast.stmt) -> str:
-    """What all of the model's gradient is clipped to; empty if it is clipped in another way."""
-    call = _call(statement)
-    if call is None or not call.args or step.source.of(call.args[0]) != f"{step.model_text}.parameters()":
-        return ""
-    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg == "max_norm")]
-    return step.source.of(given[0]) if len(given) == 1 and len(call.args) + len(call.keywords) == 2 else ""
-
-
-def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
-    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none."""
-    roots = {text.partition(".")[0] for text in (*texts, *step.modules)}
-    home = None
-    for loop in step.loops:
-        if stored([loop]) & roots:
-            break
-        home = loop
-    return home
 
 
 def change_of(step: LoopStep, update: Update | None, budget: str, plan: str) -> Edit:
@@ -278,11 +56,7 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     first = step.forward[0] if step.forward else step.back
     home = home_of(step, update.optimizer if update else "")
     if "anybatch" not in step.names:  # first, for the loop may be the next statement
-        body = source.tree.body
-        behind: list[ast.stmt] = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
-        if not behind and ast.get_docstring(source.tree) is not None:
-            behind = body[:1]
-        yield source.inserted((behind or body[:1])[-1], "import anybatch", after=bool(behind))
+        yield _import(step)
     yield source.inserted(home or first, f"{text}\n" if home else text)
     gone = [*step.forward, *(update.statements if update else ())]
     for one in gone:
@@ -293,6 +67,16 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     yield source.replaced(step.back, f"\n{source.indent(step.back)}".join(lines))
     for one in run_behind(step).statements:
         yield from source.moved(one, step.back, after=True)
+
+
+def _import(step: LoopStep) -> Change:
+    """The import of anybatch, which may not stand behind what runs the loop."""
+    body, source = step.source.tree.body, step.source
+    ahead = [one for one in body if one.lineno <= step.back.lineno][:-1]
+    behind: list[ast.stmt] = [one for one in ahead if isinstance(one, ast.Import | ast.ImportFrom)]
+    if not behind and ast.get_docstring(source.tree) is not None:
+        behind = body[:1]
+    return source.inserted((behind or body[:1])[-1], "import anybatch", after=bool(behind))
 
 
 def _free(taken: set[str], name: str) -> str:
@@ -383,7 +167,20 @@ def _check_block(step: LoopStep) -> None:
             f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}; put them "
             "into one block, and where training and evaluation share a loop, give the training a loop of its own"
         )
-    _check_behind(step)
+    check_behind(step)
+
+
+def _check_left(step: LoopStep) -> None:
+    """Refuses to read what a forward leaves in its modules, which would be that of the last micro-batch."""
+    around = step.loops[0] if step.loops else step.source.scope(step.back)
+    for node in nodes_in(_from_here(step, around), ast.Attribute):
+        owner = value_at(step, node.value) if isinstance(node.ctx, ast.Load) else None
+        left = owner.__dict__.get(node.attr) if isinstance(owner, torch.nn.Module) else None
+        if isinstance(left, torch.Tensor) and left.grad_fn is not None:
+            raise StepUnclear(
+                f"{step.where(node)} reads {step.source.of(node)}, which the forward leaves, as each micro-batch "
+                "would; give it a name in the forward, or have the loss function return it as an anybatch.Mean"
+            )
 
 
 def results_of(step: LoopStep) -> dict[str, str]:
@@ -392,6 +189,7 @@ def results_of(step: LoopStep) -> dict[str, str]:
     They have one row per sample, or are means over the samples, such as the terms of a loss.
     """
     _check_block(step)
+    _check_left(step)
     scope = step.source.scope(step.back)
     deleted = {one.id for one in nodes_in(scope, ast.Name) if isinstance(one.ctx, ast.Del)} & stored(step.forward)
     if deleted:

@@ -146,7 +146,37 @@ def step_at(
     _find_modules(step, before, trained)
     step.forward = _forward(step, before)
     _find_batch(step)
+    _check_carried(step)
+    _check_inner_calls(step)
     return step
+
+
+def _check_carried(step: LoopStep) -> None:
+    """Refuses what the forward makes of its own last value, which a function would not know."""
+    carried = names_in(step.forward, ast.Store) & inputs_of([*step.forward, step.loss]) & step.names.keys()
+    if carried:
+        name = min(carried)
+        first = next(one for one in step.forward if name in names_in(one, ast.Store))
+        raise StepUnclear(
+            f"{step.where(first)} makes {name!r} of what it was in the last iteration, within the forward, as each "
+            f"micro-batch would again; put {name} before the forward"
+        )
+
+
+def _check_inner_calls(step: LoopStep) -> None:
+    """Refuses a call for its effect in a block of the forward, as each micro-batch would repeat it."""
+    own = names_in(step.forward, ast.Store)
+    for one in nodes_in([outer for outer in step.forward if hasattr(outer, "body")], ast.Expr):
+        name, call = called(one.value), one.value
+        if not name or name in _HOUSEKEEPING or name == "print" or not isinstance(call, ast.Call):
+            continue
+        root = root_of(call.func)
+        if root in own or (isinstance(step.names.get(root), types.ModuleType) and isinstance(call.func, ast.Attribute)):
+            continue
+        raise StepUnclear(
+            f"{step.where(one)} calls {step.source.of(call.func)} in a block of the forward, as each micro-batch would "
+            "again; put it behind the backward"
+        )
 
 
 def _before(source: UserSource, here: ast.stmt) -> list[ast.stmt]:
@@ -247,14 +277,15 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
     nodes = list(nodes)
     found = names_in(nodes, ast.Store)
     parts = (one for one in nodes_in(nodes, ast.expr) if isinstance(one, ast.Subscript | ast.Attribute))
-    found |= {_root(one) for one in parts if isinstance(one.ctx, ast.Store)}
+    found |= {root_of(one) for one in parts if isinstance(one.ctx, ast.Store)}
     for call in (one.value for one in nodes_in(nodes, ast.Expr) if isinstance(one.value, ast.Call)):
         if called(call) in _FILLS or called(call).endswith("_"):  # losses.append(loss), x.mul_(2)
-            found.add(_root(call.func))
+            found.add(root_of(call.func))
     return found
 
 
-def _root(node: ast.AST) -> str:
+def root_of(node: ast.AST) -> str:
+    """The name that attributes and items are taken of; empty for another expression."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -263,7 +294,7 @@ def _root(node: ast.AST) -> str:
 def read(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that statements read, including those that they change."""
     nodes = list(nodes)
-    return names_in(nodes, ast.Load) | {_root(one.target) for one in nodes_in(nodes, ast.AugAssign)}
+    return names_in(nodes, ast.Load) | {root_of(one.target) for one in nodes_in(nodes, ast.AugAssign)}
 
 
 def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -306,9 +337,9 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
 def _taken_from(call: ast.Call) -> str:
     """What a call takes the next item out of; empty for another call, such as the ``get`` of a mapping."""
     if isinstance(call.func, ast.Name) and call.func.id == "next" and call.args:
-        return _root(call.args[0])
+        return root_of(call.args[0])
     takes = called(call) in ("pop", "popleft", "popitem", "__next__") or (called(call) == "get" and not call.args)
-    return _root(call.func) if takes and isinstance(call.func, ast.Attribute) else ""
+    return root_of(call.func) if takes and isinstance(call.func, ast.Attribute) else ""
 
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
@@ -514,7 +545,7 @@ def _size(value: Any) -> int:
 def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> bool:
     """Whether an index takes other rows in each iteration out of something that stays."""
     parts = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
-    root, own = _root(node), _own(step)
+    root, own = root_of(node), _own(step)
     if (
         not isinstance(node.ctx, ast.Load)
         or root in (inside - {"self"}) | own

@@ -111,6 +111,11 @@ def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path, monkeyp
     Path("train.py").write_text("import torch\n", encoding="utf-8")
     result = runner.invoke(main, ["watch", "train.py"])
     assert (result.exit_code, "train.py is no record of a run" in result.output) == (2, True)
+    assert "--record run.jsonl train.py" in result.output
+    Path("data.jsonl").write_text('{"text": 1}\n', encoding="utf-8")
+    assert "--record data.jsonl" not in runner.invoke(main, ["watch", "data.jsonl"]).output  # the user's own file
+    Path("begun.jsonl").write_text('{"kind": "sta', encoding="utf-8")  # its first line is on its way
+    assert runner.invoke(main, ["watch", "--once", "begun.jsonl"]).exit_code == 0
     for rank, steps in ((0, 3), (1, 2)):
         lines = ['{"kind":"started","script":"train.py","arguments":["--lr","1"]}', '{"kind":"optimizer","at":1}']
         lines += [f'{{"kind":"stepped","optimizer":0,"number":{n},"lrs":[0.5],"at":{n + 2},"step":{n + 1}}}'

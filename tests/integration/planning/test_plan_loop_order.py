@@ -6,8 +6,6 @@ a statement that stood between the forward and the backward runs before both, or
 """
 
 import os
-import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,35 +21,8 @@ from anybatch.cli.plan import _notes
 from anybatch.cli.plan_loops import _COUNT
 from anybatch.cli.script import Ending
 from anybatch.doctor.loopsteps import StepUnclear
-from plan_loop_scripts import HEAD, folder, found  # noqa: F401 - one is a fixture
+from plan_loop_scripts import BATCHES, HEAD, ahead, changed, epochs, folder, found, run  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
-
-BATCHES = "loader = [(inputs[i : i + 64], targets[i : i + 64]) for i in range(0, 256, 64)]\n"
-STEP = """
-        optimizer.zero_grad()
-        out = model(x)
-        loss = (out - y).square().mean()
-        loss.backward()
-        {}
-        optimizer.step()
-"""
-
-
-def epochs(
-    between: str = "pass", *, before: str = "", first: str = "pass", behind: str = "", last: str = "pass"
-) -> str:
-    """Two epochs of a loop, with lines before it, in each epoch, and between the backward and the step."""
-    loop = STEP.replace("{}", between) + f"        {behind or 'pass'}"
-    return f"{BATCHES}{before}\nfor epoch in range(2):\n    {first}\n    for x, y in loader:{loop}\n    {last}\n"
-
-
-def ahead(lines: str, before: str = "", *, last: str = "pass") -> str:
-    """The same with lines between the forward and the backward."""
-    lines = lines.replace("\n", "\n        ")
-    return epochs(before=before, last=last).replace(
-        "        loss.backward()", f"        {lines}\n        loss.backward()"
-    )
-
 
 OTHER = """
 head = whole(nn.Linear(4, 4))
@@ -114,18 +85,6 @@ READ_LATER = {
     "a value from before the loop": epochs(first="loss = torch.zeros(1)", last="seen.append(loss.item())"),
     "a sum between the backward and the step": epochs("number = 1; seen.append(loss.item())"),
 }
-
-
-def run(text: str, name: str) -> dict[str, Any]:
-    Path(name).write_text(text, encoding="utf-8")
-    return runpy.run_path(name, run_name="__main__")
-
-
-def changed(text: str) -> str:
-    answer = found(text).with_change({"plan": {"chosen": {"micro_batch_size": 32}}}, {"memory": "free"})
-    assert not answer["trouble"]
-    subprocess.run(["patch", "-p1"], input=answer["change"], text=True, check=True, capture_output=True)
-    return Path("train.py").read_text(encoding="utf-8").replace('memory="free"', "micro_batch_size=32")
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
