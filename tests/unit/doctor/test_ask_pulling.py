@@ -79,9 +79,10 @@ def test_marks_of_alike_pairs_are_not_what_a_distance_should_be(
     assert answer(lambda: pairs(contrast(distance), mined=True), "error preferred") != "yes"
 
 
-def padded(*, at: str, longest: int, late: bool = False) -> None:
+def padded(*, at: str, longest: int, late: bool = False, both: bool = False) -> None:
     """Rows of 5 to 10 tokens of which some are longer."""
-    embed, rnn, head = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=not late), nn.Linear(8, 1)
+    rnn, head = nn.LSTM(8, 8, batch_first=not late, bidirectional=both), nn.Linear(16 if both else 8, 1)
+    embed = nn.Embedding(20, 8)
     net = nn.ModuleDict({"embed": embed, "rnn": rnn, "head": head})
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(5):
@@ -93,7 +94,7 @@ def padded(*, at: str, longest: int, late: bool = False) -> None:
         if at in ("end", "last"):
             state = out[torch.arange(24), lengths - 1 if at == "last" else -1]
         else:
-            state = final[0] if at == "final" else out.mean(1)
+            state = torch.cat([*final], 1) if at == "final" else out.mean(1)
         optimizer.zero_grad()
         F.binary_cross_entropy_with_logits(head(state)[:, 0], (tokens[:, 0] > 9).float()).backward()
         optimizer.step()
@@ -108,6 +109,10 @@ def test_a_state_far_behind_the_last_token_is_told(at: str, late: bool) -> None:
 @pytest.mark.parametrize(("at", "longest"), [("last", 60), ("mean", 60), ("end", 11)])
 def test_a_state_at_the_last_token_or_near_it_is_not(at: str, longest: int) -> None:
     assert answer(lambda: padded(at=at, longest=longest), "padding forgotten") == "no"
+
+
+def test_a_layer_of_both_directions_has_read_a_row_last_in_one_of_them() -> None:
+    assert answer(lambda: padded(at="final", longest=60, both=True), "padding forgotten") == "no"
 
 
 class Pictures(Dataset[torch.Tensor]):
