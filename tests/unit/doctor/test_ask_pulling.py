@@ -162,6 +162,17 @@ def test_pictures_that_are_permuted_are_not(turn: Callable[[torch.Tensor], torch
     ("s, m = StandardScaler(), TSNE()\ns.fit(x_train)\nm.fit_transform(x_test)", False),
     ("s = LabelEncoder()\ns.fit(y_train)\ns.fit_transform(y_test)", False),
     ("s = MinMaxScaler()\ns.fit_transform(train)\ns.fit_transform(latest)", False),
+    ("s = StandardScaler()\nfor c in names:\n  s.fit_transform(train_df[c])\n  s.fit_transform(test_df[c])", True),
+    ("s = StandardScaler()\ns.fit(x_train)\ns.fit(x_train)\ns.fit_transform(x_valid)", True),
+    ("s = StandardScaler()\ns.fit(train)\ns = StandardScaler()\ns.fit(test)", False),  # the other way round
+    ("s, t = f()\ns = StandardScaler()\nt = StandardScaler()\ns.fit(train_x)\nt.fit(y.to(dev))", False),
+    ("s = MinMaxScaler()\nt = MinMaxScaler()\ns.fit(X_train)\nt.fit(X_test)", False),
+    ("s = MinMaxScaler()\ns.fit(X_train)\ns.fit(val_scores)", False),
+    ("s = MinMaxScaler()\ns.fit(x[train])\ns.fit(x[~test])", False),
+    ("s = MinMaxScaler()\nif anew:\n  s.fit(train)\nelse:\n  s.fit(test)", False),
+    ("a = [StandardScaler().fit(train[i]) for i in own]\nb = [StandardScaler().fit(test[i]) for i in own]", False),
+    ("for i in own:\n  StandardScaler().fit(train[i])\nfor i in own:\n  StandardScaler().fit(test[i])", False),
+    ("s = TemperatureScaler()\ns.fit(train)\ns.fit(val)", False),
 ])  # fmt: skip
 def test_scalers_that_are_fitted_to_held_out_data_are_told(text: str, told: bool) -> None:
     assert bool([*fitted_anew(ast.parse(text))]) == told
