@@ -79,6 +79,24 @@ def test_marks_of_alike_pairs_are_not_what_a_distance_should_be(
     assert answer(lambda: pairs(contrast(distance), mined=True), "error preferred") != "yes"
 
 
+def turned_or_moved(*, learned: bool) -> None:
+    """A pair is a point and the one across, or one beside it: what belongs together is far apart, and can be seen."""
+    net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2 if learned else 0.0)
+    for _ in range(150 if learned else 5):
+        one, same = torch.randn(64, 4), (torch.rand(64) < 0.5).float()
+        other = torch.where(same[:, None] > 0, -one, one + 0.3 * torch.randn(64, 4).sign())
+        optimizer.zero_grad()
+        contrast(by_hand)(net(one), net(other), same).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("probe", ["far pairs", "error preferred"])
+def test_far_pairs_that_a_net_learned_to_have_near_are_not_told(probe: str) -> None:
+    assert answer(lambda: turned_or_moved(learned=True), probe) != "yes"
+    assert answer(lambda: turned_or_moved(learned=False), probe) == "yes"
+
+
 def padded(*, at: str, longest: int, late: bool = False, both: bool = False) -> None:
     """Rows of 5 to 10 tokens of which some are longer."""
     rnn, head = nn.LSTM(8, 8, batch_first=not late, bidirectional=both), nn.Linear(16 if both else 8, 1)
