@@ -78,9 +78,28 @@ def test_marks_of_alike_pairs_are_not_what_a_distance_should_be(
     assert answer(lambda: pairs(contrast(distance), mined=True), "error preferred") != "yes"
 
 
-def padded(*, at: str, longest: int, late: bool = False) -> None:
+def turned_or_moved(*, learned: bool) -> None:
+    """A pair is a point and the one across, or one beside it: what belongs together is far apart, and can be seen."""
+    net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2 if learned else 0.0)
+    for _ in range(150 if learned else 5):
+        one, same = torch.randn(64, 4), (torch.rand(64) < 0.5).float()
+        other = torch.where(same[:, None] > 0, -one, one + 0.3 * torch.randn(64, 4).sign())
+        optimizer.zero_grad()
+        contrast(by_hand)(net(one), net(other), same).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("probe", ["far pairs", "error preferred"])
+def test_far_pairs_that_a_net_learned_to_have_near_are_not_told(probe: str) -> None:
+    assert answer(lambda: turned_or_moved(learned=True), probe) != "yes"
+    assert answer(lambda: turned_or_moved(learned=False), probe) == "yes"
+
+
+def padded(*, at: str, longest: int, late: bool = False, both: bool = False) -> None:
     """Rows of 5 to 10 tokens of which some are longer."""
-    embed, rnn, head = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=not late), nn.Linear(8, 1)
+    rnn, head = nn.LSTM(8, 8, batch_first=not late, bidirectional=both), nn.Linear(16 if both else 8, 1)
+    embed = nn.Embedding(20, 8)
     net = nn.ModuleDict({"embed": embed, "rnn": rnn, "head": head})
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(5):
@@ -92,7 +111,7 @@ def padded(*, at: str, longest: int, late: bool = False) -> None:
         if at in ("end", "last"):
             state = out[torch.arange(24), lengths - 1 if at == "last" else -1]
         else:
-            state = final[0] if at == "final" else out.mean(1)
+            state = torch.cat([*final], 1) if at == "final" else out.mean(1)
         optimizer.zero_grad()
         F.binary_cross_entropy_with_logits(head(state)[:, 0], (tokens[:, 0] > 9).float()).backward()
         optimizer.step()
@@ -109,6 +128,10 @@ def test_a_state_at_the_last_token_or_near_it_is_not(at: str, longest: int) -> N
     assert answer(lambda: padded(at=at, longest=longest), "padding forgotten") == "no"
 
 
+def test_a_layer_of_both_directions_has_read_a_row_last_in_one_of_them() -> None:
+    assert answer(lambda: padded(at="final", longest=60, both=True), "padding forgotten") == "no"
+
+
 @pytest.mark.parametrize(("text", "told"), [
     ("X_train = StandardScaler().fit_transform(X_train)\nX_test = StandardScaler().fit_transform(X_test)", True),
     ("self.s = MinMaxScaler()\nself.s.fit(df['train'])\ny = self.s.fit_transform(df['val'])", True),
@@ -117,6 +140,17 @@ def test_a_state_at_the_last_token_or_near_it_is_not(at: str, longest: int) -> N
     ("s, m = StandardScaler(), TSNE()\ns.fit(x_train)\nm.fit_transform(x_test)", False),
     ("s = LabelEncoder()\ns.fit(y_train)\ns.fit_transform(y_test)", False),
     ("s = MinMaxScaler()\ns.fit_transform(train)\ns.fit_transform(latest)", False),
+    ("s = StandardScaler()\nfor c in names:\n  s.fit_transform(train_df[c])\n  s.fit_transform(test_df[c])", True),
+    ("s = StandardScaler()\ns.fit(x_train)\ns.fit(x_train)\ns.fit_transform(x_valid)", True),
+    ("s = StandardScaler()\ns.fit(train)\ns = StandardScaler()\ns.fit(test)", False),  # the other way round
+    ("s, t = f()\ns = StandardScaler()\nt = StandardScaler()\ns.fit(train_x)\nt.fit(y.to(dev))", False),
+    ("s = MinMaxScaler()\nt = MinMaxScaler()\ns.fit(X_train)\nt.fit(X_test)", False),
+    ("s = MinMaxScaler()\ns.fit(X_train)\ns.fit(val_scores)", False),
+    ("s = MinMaxScaler()\ns.fit(x[train])\ns.fit(x[~test])", False),
+    ("s = MinMaxScaler()\nif anew:\n  s.fit(train)\nelse:\n  s.fit(test)", False),
+    ("a = [StandardScaler().fit(train[i]) for i in own]\nb = [StandardScaler().fit(test[i]) for i in own]", False),
+    ("for i in own:\n  StandardScaler().fit(train[i])\nfor i in own:\n  StandardScaler().fit(test[i])", False),
+    ("s = TemperatureScaler()\ns.fit(train)\ns.fit(val)", False),
 ])  # fmt: skip
 def test_scalers_that_are_fitted_to_held_out_data_are_told(text: str, told: bool) -> None:
     assert bool([*fitted_anew(ast.parse(text))]) == told

@@ -110,6 +110,7 @@ def one_by_one(order: str) -> None:
         acted = [Categorical(logits=net(one)) for one in torch.randn(20, 4)]
         scores = [one.log_prob(one.sample()) for one in acted]
         many = torch.stack(scores)
+        states, actions = torch.randn(20, 4), torch.randint(0, 2, (20,))
         optimizer.zero_grad()
         if order == "appended":
             sums = scaled(past([1.0] * 20))
@@ -117,12 +118,18 @@ def one_by_one(order: str) -> None:
         elif order == "put in front":
             sums = scaled(to_come([1.0] * 20))
             total = sum(-one * two for one, two in zip(scores, sums, strict=True))
+        elif order == "turned round":
+            total = -(torch.stack(scores[::-1]) * past([1.0] * 20)).sum()
+        elif order == "joined":
+            total = -(many * past([1.0] * 20)).sum()
         else:  # from the end on, as each return is made
             sums, total = torch.tensor(0.0), torch.tensor(0.0)
             for place in reversed(range(20)):
                 sums = 1.0 + 0.97 * sums
                 if order == "numbers":
                     total = total - many[place] * float(sums)
+                elif order == "again":
+                    total = total - Categorical(logits=net(states[place])).log_prob(actions[place]) * sums
                 else:
                     total = total - (scores[place] if order == "backwards" else many[place]) * sums
         total.backward()
@@ -131,7 +138,7 @@ def one_by_one(order: str) -> None:
 
 @pytest.mark.parametrize(
     ("order", "told"), [("appended", "yes"), ("put in front", "no"), ("backwards", "no"), ("places", "no"),
-                        ("numbers", "no")],
+                        ("numbers", "no"), ("again", "no"), ("turned round", "no"), ("joined", "yes")],
 )  # fmt: skip
 def test_numbers_that_meet_one_by_one_are_in_the_order_of_their_steps(order: str, told: str) -> None:
     assert answer(lambda: one_by_one(order), "past sums") == told

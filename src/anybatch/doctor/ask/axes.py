@@ -168,14 +168,13 @@ def forgotten(step: Step) -> Iterator[Probed]:
         own = step.made_of(operation.given[0])
         behind = next((one for slot, one in tokens if slot in own), None)
         shape = step.values[operation.given[0]].shape
-        if behind is None or len(shape) != 3 or not all(type(one) is bool for one in flags):
-            continue
+        if behind is None or len(shape) != 3 or not all(type(one) is bool for one in flags) or flags[0]:
+            continue  # of both directions, one has read the row last
         run = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))
         slope, final = step.slopes(*operation.outs[:2], run=run)
         made = run.values[operation.outs[0]].detach()
         if not flags[1]:
             made, slope = made.transpose(0, 1), None if slope is None else slope.transpose(0, 1)
-        made = made[..., : made.shape[-1] // (1 + flags[0])]
         counts, rows = behind.sum(1), behind.any(1)
         if made.shape[:2] != behind.shape or int(rows.sum()) < _LEAST_GRAPHS or 2 * int(rows.sum()) < len(rows):
             continue

@@ -1,13 +1,14 @@
 """Are log-probabilities weighed with sums of past rewards: of what came before an action, not of what came of it?"""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.steps import Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot
+from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
 from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import Scored
 
@@ -15,6 +16,7 @@ _UNIT = 1e-3  # of the range of sums, and of a discount
 _FEWEST = 8  # sums
 _HALF = 0.5  # a discount that is less sums up next to nothing
 _MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of their pairs
+_JOINING = frozenset({"cat", "stack", "hstack", "concat"})
 _TAKING = frozenset({"__getitem__", "__iter__", "unbind", "select"})
 
 
@@ -33,12 +35,17 @@ def past_sums(step: Step) -> Iterator[Probed]:
         if sums is not None and sums.numel() == 1:
             here = one_by_one.setdefault((operation.file, operation.line), [])
             here.append((_when(step, trained[0]), float(sums), operation))
-        elif sums is not None and (discount := _of_past(sums)):
-            yield said(operation, op=operation.name, discount=discount)
-    for parts in one_by_one.values():  # as in a loop over pairs of them, which may run from the end on
-        sums = torch.tensor([one for _, one, _ in sorted(parts, key=itemgetter(0))], dtype=torch.double, device="cpu")
-        if discount := _of_past(sums):
-            yield said(parts[0][2], op=parts[0][2].name, discount=discount)
+        elif sums is not None:
+            parts = _joined(step, trained[0])
+            if len(parts) == len(sums) > 1:
+                times = [_when(step, one) for one in parts]
+                sums = _in_time(step, list(zip(times, sums.tolist(), strict=True)))
+            if sums is not None and (discount := _of_past(sums)):
+                yield said(operation, op=operation.name, discount=discount)
+    for each in one_by_one.values():  # as in a loop over pairs of them, which may run from the end on
+        sums = _in_time(step, [(when, one) for when, one, _ in each])
+        if sums is not None and (discount := _of_past(sums)):
+            yield said(each[0][2], op=each[0][2].name, discount=discount)
 
 
 def _weights_of(step: Step, product: Operation, trained: list[Slot]) -> torch.Tensor | None:
@@ -54,6 +61,30 @@ def _weights_of(step: Step, product: Operation, trained: list[Slot]) -> torch.Te
     own = made.given[0] if made is not None and made.kind == "sub" and len(made.given) == 2 else fixed[0]
     sums = step.values[own].detach()
     return sums.double().flatten() if step.values[fixed[0]].is_floating_point() else None
+
+
+def _joined(step: Step, slot: Slot) -> list[Slot]:
+    """The numbers that log-probabilities were put together from; none where they were made at once."""
+    for made in step.path(slot):
+        if made.kind in _JOINING or len(made.given) != 1:
+            return (
+                made.given if made.kind in _JOINING and all(step.values[one].numel() == 1 for one in made.given) else []
+            )
+    return []
+
+
+def _in_time(step: Step, parts: list[tuple[tuple[int, int], float]]) -> torch.Tensor | None:
+    """The sums in the order in which their numbers were made; nothing where these were not made while acting.
+
+    Then something is drawn between any two of them. Where they are made again from what was kept, which may be from the
+    end on, their order says nothing.
+    """
+    parts = sorted(parts, key=itemgetter(0))
+    for (one, _), (other, _) in pairwise(parts):
+        between = step.operations[one[0] + 1 : other[0]]
+        if one[0] != other[0] and not any(made.kind in RANDOM for made in between):
+            return None
+    return torch.tensor([one for _, one in parts], dtype=torch.double, device="cpu")
 
 
 def _when(step: Step, slot: Slot) -> tuple[int, int]:
