@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from anybatch.tensors.dispatch import unseen
+
 _UNDRAWN = 623  # the position of NumPy's generator when it is loaded
 
 
@@ -101,6 +103,7 @@ def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
+@unseen
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 

@@ -29,7 +29,7 @@ def told_of(writes: Writes, folds: int = 1) -> list[dict[str, Any]]:
             net(torch.randn(8, 20)).square().mean().backward()
             redraws.look(fold, optimizer)
             optimizer.step()
-    kept: Any = SimpleNamespace(redraws=redraws)
+    kept: Any = SimpleNamespace(redraws=redraws, tapes={}, passed=[])
     run: Any = None
     return [dict(one.evidence) for one in about_redrawn(kept, run)]
 
@@ -48,7 +48,7 @@ def undone(writes: Writes) -> list[dict[str, Any]]:
         if step < 10 or step % 10 == 0:
             redraws.look_after(0)
         writes(net, step)
-    kept: Any = SimpleNamespace(redraws=redraws)
+    kept: Any = SimpleNamespace(redraws=redraws, tapes={}, passed=[])
     run: Any = None
     return [dict(one.evidence) for one in about_undone(kept, run)]
 
