@@ -99,6 +99,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
+@unseen
 def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
