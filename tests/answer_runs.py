@@ -129,7 +129,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
-    "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "tenth": 0.1},
+    "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "usual": 0.1},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 

@@ -245,6 +245,16 @@ def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: floa
     assert answer(lambda: train(net, step), "start") == expected
 
 
+def test_all_parameters_drawn_far_too_large_are_told_with_their_biases() -> None:
+    torch.manual_seed(0)
+    net = wide(0.1)
+    for one in net.parameters():
+        nn.init.normal_(one, std=10.0)
+    step = lambda: F.cross_entropy(net(torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
+    (found,) = [one for one in asked(lambda: train(net, step), "start") if one.answer == "yes"]
+    assert {*found.evidence["names"]} >= {"0.weight", "0.bias", "2.weight"}
+
+
 @pytest.mark.parametrize(("std", "names"), [(1.5, ["0.weight", "2.weight"]), (0.1, ["2.weight"])])
 def test_layers_that_were_drawn_alike_are_named_together(std: float, names: list[str]) -> None:
     torch.manual_seed(0)

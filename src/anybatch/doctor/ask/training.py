@@ -303,10 +303,12 @@ def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack((torch.zeros_like(score), score), 1)
 
 
-_AS_A_GUESS, _KNOWN = 0.9, 0.7  # of the loss of a constant guess
+_AS_A_GUESS, _KNOWN = 0.9, 0.85  # of the loss of a constant guess
 _FROZEN_BATCHES, _FROZEN_SECONDS, _FROZEN_RATE, _MOST_NUMBERS = 6, 4.0, 5e-3, 1 << 25
 _MOST_READ, _READING = 64, 2.0  # batches, and seconds
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_HOW = ("weight", "ignore_index", "label_smoothing", "beta", "delta", "pos_weight")
+_OF_SCORES = "binary_cross_entropy_with_logits"
 
 
 def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: float) -> Probed:
@@ -318,7 +320,7 @@ def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: flo
     held = [name for name, one in of.named_parameters() if _is_frozen(one)]
     calls = [one for one in run.of(LossCall) if one.root == root and one.value is not None and one.guess]
     ends = [float(one.value or 0) / float(one.guess or 1) for one in calls[-max(len(calls) // 3, 1) :]]
-    known = [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES or _is_of_classes(one)]
+    known = [one for one in kept.batches.get(root, ()) if one[1] in (*_DISTANCES, _OF_SCORES) or _is_of_classes(one)]
     if not held or not ends or sum(ends) < _AS_A_GUESS * len(ends):
         return told("frozen", root=root, answer="no")
     batches = (_read(kept, known[-1], until) if known else []) or known
@@ -331,7 +333,7 @@ def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: flo
     numbers = sum(one.numel() for one in of.parameters() if _is_frozen(one))
     seen: dict[str, Any] = {"guess": guess, "without": without, "trained": own, "numbers": numbers}
     tables = {f"{name}.weight" for name, one in of.named_modules() if isinstance(one, nn.Embedding)}
-    seen |= {"name": held[0], "frozen": len(held), "table": held[0] in tables}
+    seen |= {"name": held[0], "frozen": len(held), "table": tables.issuperset(held)}
     return told("frozen", root=root, answer=answer, **seen)
 
 
@@ -371,10 +373,13 @@ def _is_of_classes(batch: Batch) -> bool:
 def _guessed(batches: list[Batch]) -> float:
     """The loss of the constant that fits some batches best."""
     name, target = batches[0][1], torch.cat([one["target"] for _, _, one in batches])
-    if name not in _DISTANCES:
+    if name == _OF_SCORES:
+        constant = target.mean(0).clamp(1e-6, 1 - 1e-6).logit()
+    elif name not in _DISTANCES:
         share = target[target >= 0].bincount().double() / max(int((target >= 0).sum()), 1)
         return float(-(share.clamp_min(1e-12).log() * share).sum())
-    constant = target.median(0).values if name == "l1_loss" else target.mean(0)
+    else:
+        constant = target.median(0).values if name == "l1_loss" else target.mean(0)
     return float(getattr(functional, name)(constant.expand_as(target), target))
 
 
@@ -409,8 +414,6 @@ def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, 
     made = next((one for one in tensors(model(first)) if one.numel() == math.prod(given["shape"])), None)
     if made is None:
         raise Unknown("no output has the shape of what the loss was given")
-    rest = {
-        key: one for key, one in given.items() if key in ("weight", "ignore_index", "label_smoothing", "beta", "delta")
-    }
+    rest = {key: one for key, one in given.items() if key in _HOW}
     found: torch.Tensor = getattr(functional, name)(made.reshape(given["shape"]), given["target"], **rest)
     return found
