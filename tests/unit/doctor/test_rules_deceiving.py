@@ -581,7 +581,7 @@ def only_watched() -> None:
         loss.backward()
         optimizer.step()
         if step == 7:
-            seen.append(float(size))
+            seen.append(size.item())
 
 
 def measured_elsewhere() -> None:
