@@ -472,5 +472,5 @@ def _bounded(run: Run, calls: list[LossCall], activation: str) -> Found:
         else "Scores so close together can't be sure of anything, so the loss can't become small.",
         since=call,
         evidence={"activation": activation, "calls": len(calls)},
-        severity="info" if course(run).fell else "warning",
+        severity="info" if course(run).fell and activation != "relu" else "warning",
     )
