@@ -30,6 +30,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "sampling start": {"times": 3.0, "level": 59.0},
+    "sampling level": {"calls": 40, "level": 0.0, "rows": 384},
     "inputs alike": {"value": 0.0, "calls": 12, "symbols": False},
     "unread field": {"name": "done", "kind": "end", "call": "np.fliplr(done)"},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},

@@ -319,6 +319,11 @@ def test_evaluation_inputs_fires_where_sampling_begins_with_other_noise() -> Non
     both("sampling start", "EVALUATION_INPUTS")
 
 
+def test_evaluation_inputs_fires_where_sampling_gives_levels_that_were_not_trained() -> None:
+    assert "model(noisy, t)" in fires(asked("sampling level", "yes").run(), "EVALUATION_INPUTS", "warning").fix
+    both("sampling level", "EVALUATION_INPUTS")
+
+
 def test_rows_torn_fires_where_one_row_is_taken_for_all() -> None:
     detail = "an index along the batch takes one row for all of them"
     assert "out[:, -1]" in fires(asked("rows", "yes", detail=detail).run(), "ROWS_TORN", "error").fix
