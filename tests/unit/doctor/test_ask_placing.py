@@ -18,15 +18,15 @@ ROWS, PLACES, WORDS = 6, 9, 20
 class Going(nn.Module):
     """Goes along a sequence of numbers, with what was before."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
-        self.cell, self.head = nn.GRUCell(1, 8), nn.Linear(8, 1)
+        self.cell, self.head, self.noise = nn.GRUCell(1, 8), nn.Linear(8, 1), noise
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state, out = torch.zeros(len(x), 8), []
         for one in x.split(1, 1):
             state = self.cell(one, state)
-            out.append(self.head(state))
+            out.append(self.head(state + self.noise * torch.randn_like(state) if self.noise else state))
         return torch.cat(out, 1)
 
 
@@ -45,6 +45,7 @@ def forecasts(net: nn.Module, ahead: int, places: int = PLACES) -> None:
     [
         (Going, 0, "yes"),
         (Going, 1, "no"),
+        (lambda: Going(noise=0.5), 0, "no"),  # a code for each place
         (lambda: nn.Sequential(nn.Linear(PLACES, 2), nn.Linear(2, PLACES)), 0, "no"),  # a code for all of it
         (lambda: nn.Sequential(nn.Unflatten(1, (-1, 1)), nn.Linear(1, 1), nn.Flatten()), 0, "no"),  # each by itself
     ],

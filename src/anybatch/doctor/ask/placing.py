@@ -22,10 +22,13 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
 
     A change at one place moves what is predicted for it, and for places behind it, and nothing before it. A model that
     sees the whole sequence, as one with a code for all of it, is another one; and where nothing behind moves, each
-    place is a sample of its own.
+    place is a sample of its own. Where noise is drawn on the way, what passes is a code, as in a state-space model.
     """
+    draws = [one for one in step.used() if one.drawn is not None]
     for operation in step.used(*OF_CLASSES, *DISTANCES):
         for made, target in _sides(step, operation):
+            if any(step.made_of(made) & set(one.outs) for one in draws):
+                continue
             for source, moving in _sources(step, made, target):
                 for dim in range(min(step.leaves[source].dim(), 2)):
                     if _follows(step, made, source, dim, moving):
