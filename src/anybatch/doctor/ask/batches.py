@@ -399,8 +399,10 @@ def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
 def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | None:
     """The token that ends all rows of a batch and is no target; ``None`` where it is one, or there is none."""
     behind, target = padding_of(tokens), given["target"]
+    if behind is None or name not in OF_CLASSES:
+        return None
     number, ahead = int(tokens[0, -1]), tokens[:, 1:]
-    if behind is None or name not in OF_CLASSES or target.numel() not in (tokens.numel(), ahead.numel()):
+    if target.numel() not in (tokens.numel(), ahead.numel()):
         return None
     ignored, lengths = given.get("ignore_index", -100), (~behind).sum(1)
     target = target.reshape(len(tokens), -1)
