@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,8 +24,8 @@ from anybatch.torch_private import (
 
 __all__ = [
     "NUMBERLESS", "Mode", "TorchDispatchMode", "function_modes_paused", "function_modes_resumed",
-    "has_numbers", "item_of", "nobody_looks", "unseen",
-    "without_modes", "without_user_modes",
+    "has_numbers", "item_of", "nobody_looks", "tensors_in", "unseen",
+    "without_modes", "without_user_modes", "written_by",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -42,6 +42,33 @@ def has_numbers(tensor: torch.Tensor) -> bool:
         (True, False)
     """
     return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
+
+
+def tensors_in(values: Iterable[Any]) -> list[Any]:
+    """The tensors among some values, nested lists and tuples included."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors among the arguments of an operation that it writes to, as its schema says.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> [one is x for one in written_by(torch.ops.aten.add_.Tensor, (x, torch.ones(2)), {})]
+        [True]
+    """
+    if not func._schema.is_mutable:
+        return []
+    written = [
+        (at, one.name) for at, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write
+    ]
+    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in written])
 
 
 class Mode(TorchDispatchMode):

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anybatch.batch.trees import map_leaves
-from anybatch.tensors.dispatch import nobody_looks
+from anybatch.tensors.dispatch import nobody_looks, tensors_in, written_by
 from anybatch.tensors.modules import modules_of
 
 Fake = FakeTensor
@@ -65,7 +65,7 @@ class Constants:
         known = [vars(one)[NAME] for one in given if NAME in vars(one)]
         if given and not known:
             return
-        written = _written(func, args)
+        written = written_by(func, args, kwargs)
         changed = {place.storage for one in written if (place := vars(one).get(NAME)) is not None}
         if len(known) < len(given) or torch.Tag.nondeterministic_seeded in func.tags:
             self._spoiled |= changed
@@ -117,25 +117,6 @@ class Constants:
         return None if storages & self._spoiled else found
 
 
-def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """The tensors among some values, nested lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
-
-
-def _written(func: Any, args: Sequence[Any]) -> list[Any]:
-    """The fake tensors that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    pairs = zip(args, func._schema.arguments, strict=False)
-    return tensors_in([value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write])
-
-
 def _kept(func: Any, leaf: Any) -> Any:
     """An argument as it is logged; the tensor in ``lift`` is reused by the caller, and has to be copied."""
     if isinstance(leaf, torch.Tensor) and "lift" in func.overloadpacket.__name__:
@@ -174,7 +155,7 @@ class _Mode(FakeTensorMode):
 
         _LOGGER.addFilter(is_other)  # torch logs what it raises, and whoever traces has an answer to that
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             _LOGGER.removeFilter(is_other)
             self._is_within = False

@@ -16,7 +16,7 @@ import torch
 
 import anybatch
 import forked_python
-from anybatch.memory.meter import LiveBytes, Recording
+from anybatch.memory.meter import Recording
 from faults import OutOfMemoryAt
 
 Batch = dict[str, torch.Tensor]
@@ -204,7 +204,7 @@ def test_the_threads_of_a_process_group_end_when_it_is_destroyed(option: str, tm
     assert [after for *_, after in ranks] == ["0", "0"], ranks
 
 
-@pytest.mark.parametrize("kind", [LiveBytes, functools.partial(Recording, device_type="cpu")])
+@pytest.mark.parametrize("kind", [Recording, functools.partial(Recording, device_type="cpu")])
 def test_no_weak_reference_is_left_to_the_garbage_collector(kind: Callable[[], Any]) -> None:
     """Python 3.11 may crash where the collector takes several of them while their storage goes."""
     x = torch.ones(4, 3)
