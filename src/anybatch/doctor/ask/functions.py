@@ -429,6 +429,8 @@ def _flow(step: Step) -> tuple[Slot, float, torch.Tensor, Mapping[Slot, torch.Te
     data = _data_of(step, latent)
     if not data or size > _MOST_ENTRIES * step.rows:
         raise Unknown("a flow of few entries was not seen")
+    if step.tape.opaque & step.needed:
+        raise Unknown("the first layers of the flow were not seen")
     given = {id(step.leaves[slot]) for slot in data}
     values = replayed(
         step.tape, step.loss, lambda one: one.clone().requires_grad_() if id(one) in given else one
