@@ -281,6 +281,36 @@ def test_large_targets_are_no_large_weights() -> None:
     assert answer(lambda: train(net, step), "start") == "no"
 
 
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a line": lambda x: x[:, 0] + torch.randn(len(x)),
+    "a product": lambda x: 2 * x[:, 0] * x[:, 1],
+    "other rows": lambda x: x[torch.randperm(len(x)), 0],
+    "the row before": lambda x: x[:, 0].roll(1),
+    "one number": lambda x: torch.ones(len(x)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("a line", "no"),
+        ("a product", "no"),
+        ("other rows", "yes"),
+        ("the row before", "yes"),
+        ("one number", "unknown"),
+    ],
+)
+def test_numbers_of_other_rows_are_unrelated_and_those_that_are_hard_to_tell_are_not(kind: str, expected: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def step() -> Tensor:
+        x = torch.randn(96, 4)
+        return F.mse_loss(net(x).squeeze(1), NUMBERS[kind](x))
+
+    assert answer(lambda: train(net, step, 12), "labels") == expected
+
+
 class Named(Dataset[Tensor]):
     def __init__(self, names: list[str], numbers: dict[str, int] | None = None) -> None:
         self.numbers = numbers or {name: number for number, name in enumerate(dict.fromkeys(names))}
