@@ -61,6 +61,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "helped": {"critic": 1, "optimizer": 0, "of_critic": 0.4, "of_generator": 0.5},
     "close copy": {"online": 0, "share": 0.97},
     "shown": {"op": "cross_entropy", "share": 0.85},
+    "copied places": {"op": "cross_entropy", "share": 0.45},
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},

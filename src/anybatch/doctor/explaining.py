@@ -256,6 +256,8 @@ def _term(summand: Summand, follower: Follower, subject: Subject | None) -> Term
     number = summand.value
     if isinstance(number, torch.Tensor):
         number = None if number.is_meta or number.numel() != 1 or number.is_complex() else float(number)
+    elif number is not None:  # such as one of numpy's
+        number = None if isinstance(number, complex) else float(number)
     lost = summand.params & ~summand.live
     events = {position: follower.events[position] for position in sorted(summand.cuts)}
     cutting = {position: event for position, event in events.items() if follower.lost(event) & lost}

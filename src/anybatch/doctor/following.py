@@ -241,10 +241,19 @@ class Follower(Seeing):
                 found.extend(self._summands(part, *next(known)))
             elif part:  # Python's own sum begins with 0
                 left = next(returning(part, self.departures, constructor=False), None)
-                value = left.value if left is not None else NOTHING
-                op = left.op if left is not None else "a number"
+                value = left.value if left is not None else self._of_arrays(part)
+                op = left.op if left is not None else value.op or "a number"
                 found.append(Summand(part, 0, value.params, value.cuts, op, self._site(), False))
         return tuple(found)
+
+    def _of_arrays(self, number: Any) -> Value:
+        """What is known of the arrays taken out of tensors, for a number of NumPy, which is computed with some of them.
+
+        Not so for a number of Python, which may be any constant.
+        """
+        left = [one.value for one in self.departures if one.op == "numpy" and one.value.params]
+        is_of_numpy = hasattr(number, "__array_interface__") and not isinstance(number, torch.Tensor)
+        return joined(left, "numpy", self._site()) if is_of_numpy and left else NOTHING
 
     def _summands(self, part: torch.Tensor, value: Value, live: int) -> tuple[Summand, ...]:
         if 0 < len(value.terms) < _MOST_TERMS:

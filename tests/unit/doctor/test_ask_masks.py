@@ -47,6 +47,17 @@ def flipped() -> Pair:
     return shown(mask), mask.flip(1) if torch.rand(()) < 0.5 else mask
 
 
+def faint(*, is_turned: bool = False) -> Pair:
+    """What lies under a mask is hardly brighter than the rest."""
+    mask = box()
+    picture = 0.75 * mask[None] + 0.5 * torch.randn(2, SIDE, SIDE)
+    return picture, mask.rot90(int(torch.randint(0, 4, ()))) if is_turned else mask
+
+
+def faint_and_turned() -> Pair:
+    return faint(is_turned=True)
+
+
 def both() -> Pair:
     image, mask = aligned()
     turn = int(torch.randint(0, 4, ()))
@@ -115,13 +126,13 @@ def train(make: Make) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("make", [turned, exchanged, flipped, cells_exchanged])
+@pytest.mark.parametrize("make", [turned, exchanged, flipped, faint_and_turned, cells_exchanged])
 def test_masks_that_are_turned_apart_are_told(make: Make) -> None:
     assert answer(lambda: train(make), "apart") == "yes"
 
 
 @pytest.mark.parametrize(
-    "make", [aligned, both, centred, lit, rough, moved, cells, cells_elsewhere, cells_below_a_lamp]
+    "make", [aligned, faint, both, centred, lit, rough, moved, cells, cells_elsewhere, cells_below_a_lamp]
 )
 def test_masks_that_lie_on_their_pictures_or_say_nothing_are_not(make: Make) -> None:
     assert answer(lambda: train(make), "apart") in ("no", "unknown")

@@ -300,7 +300,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
         ("one number", "unknown"),
     ],
 )
-def test_numbers_of_other_rows_are_unrelated_and_those_that_are_hard_to_tell_are_not(kind: str, expected: str) -> None:
+def test_numbers_of_other_rows_are_unrelated_and_those_that_are_hard_are_not(kind: str, expected: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
 

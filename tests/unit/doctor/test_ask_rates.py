@@ -131,6 +131,16 @@ def test_lr_too_low_is_quiet_on_a_run_whose_own_loss_ends_as_low_as_that_of_the_
     quiet(replace(tried(), loss=lambda step: max(falling(step), 0.25)).run(), "LR_TOO_LOW")
 
 
+@pytest.mark.parametrize(("unseen", "is_told"), [(2.35, True), (3.2, False)])
+def test_lr_too_low_fires_on_a_run_that_is_still_above_a_guess_that_a_copy_comes_down_to(
+    unseen: float, is_told: bool
+) -> None:
+    """Of what lies above it nothing is left for the copy: twice the loss would say that both are alike."""
+    high = replace(tried(knows_more=False, loss=6.0, other_after=2.3, unseen=unseen, final=3.6),
+                   loss=lambda step: 6.0 - 0.02 * step)  # fmt: skip
+    (fires if is_told else lambda run, name, _: quiet(run, name))(high.run(), "LR_TOO_LOW", "warning")
+
+
 class Framed(torch.optim.SGD):
     """An optimizer of a framework, which holds that of the user."""
 

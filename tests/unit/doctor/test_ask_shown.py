@@ -104,6 +104,27 @@ def test_a_loss_of_what_is_shown_alone_is_told() -> None:
     assert answer(lambda: trained(inverted), "shown") == "yes"
 
 
+def given_as_it_is() -> Batch:
+    x, hidden = tokens(), chosen(0.4)
+    return x, x.masked_fill(~hidden, IGNORED)
+
+
+def padded_copies() -> Batch:
+    x, y = padded()
+    return x.masked_fill(x == PADDING, 0), y
+
+
+@pytest.mark.parametrize(
+    "make", [right, replaced, whole, inverted, padded, padded_copies, sentences, next_word, tags, unknown]
+)
+def test_what_counts_is_hidden_or_is_all_there_is(make: Callable[[], Batch]) -> None:
+    assert answer(lambda: trained(make), "copied places") == "no"
+
+
+def test_a_loss_of_some_places_that_are_given_as_they_are_is_told() -> None:
+    assert answer(lambda: trained(given_as_it_is), "copied places") == "yes"
+
+
 class Filling(nn.Module):
     """Draws what is hidden from it, or is given what is missing."""
 

@@ -16,6 +16,7 @@ from anybatch import why
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 from anybatch.records.lines import Fact
+from anybatch.records.paths import Paths
 from anybatch.records.samples import Drawn, Scored
 from number_runs import Training, fires, silent
 from versions import saved_tensors
@@ -171,6 +172,23 @@ def test_a_way_that_a_draw_cuts_altogether_is_one_finding() -> None:
     paths = why(lambda: reconstruction(model, torch.randn(4, 16)), model)
     assert {paths.stopped[name].op for name in ("encoder.weight", "encoder.bias")} == {"sample"}
     assert "Independent.sample()" in paths.stopped["encoder.weight"].message
+
+
+def test_a_number_of_numpy_in_a_sum_is_made_of_the_arrays_that_were_taken_out() -> None:
+    """As where log-probabilities go through NumPy on their way into the loss of a policy."""
+    net, other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def loss(*, takes: bool) -> Tensor:
+        made = net(torch.ones(3, 4)).mean()
+        number = other(torch.ones(3, 4)).detach().numpy() if takes else torch.ones(3, 2).numpy()
+        return number.mean() / 3 + 0.1 * made  # type: ignore[no-any-return]
+
+    both = nn.ModuleList([net, other])
+    for takes in (True, False):
+        terms = Paths.from_dict(why(lambda takes=takes: loss(takes=takes), both).to_dict()).terms
+        (number,) = [one for one in terms if not one.has_gradient]
+        assert isinstance(number.value, float)
+        assert (number.stopped, number.by) == ((2, "detach") if takes else (0, ""))
 
 
 def test_a_discrete_draw_that_cuts_says_what_else_there_is() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from anybatch.records.runs import Run
 _LEAST_MASKS, _MOST_MASKS, _LEAST_SIDE, _MOST_KINDS = 20, 200, 12, 21
 _LEAST_GRID = 4
 _ERRORS, _SOMETHING = 6.0, 0.1  # standard errors of what one way explains more, and of the variance it has to explain
-_CLEAR = 0.3  # of the variance of a channel that a mask explains where it lies on what it shows
+_CLEAR = 0.1  # of the variance of a channel that a mask explains where it lies on what it shows
 _MOST_CLEAR = 0.5  # of the pictures: fewer explain more than the pictures of other masks by accident
 _BETTER = 2.0  # times as much is explained where it is turned
 _SHARE = 0.2  # of the clear pictures, as of those that are turned by one of four, and not only flipped at a time
@@ -387,23 +387,32 @@ def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether the token that ends each row is the padding, and never a target of a model of the next token.
 
     Rows that are filled up to the longest have no padding in that one. Where the longest of each batch has one place of
-    it, and what stands before it is not one token, that place is the end.
+    it, and what stands before it is not one token, that place is the end; and so is the first one of those filled up to
+    a length that is fixed, where the net itself is told that this token is the end.
     """
+    nets = [(state.root, net) for state in kept.states.values() if (net := state.module()) is not None]
     for root, batches in kept.batches.items():
-        found = {_end_of(*batch) for batch in batches}
+        ends = {number for of, net in nets if of == root for number in _own_ends(net)}
+        found = {_end_of(*batch, ends) for batch in batches}
         rows = sum(len(tokens) for tokens, _, _ in batches)
         if len(batches) >= _BATCHES and len(found) == 1 and rows >= _FEWEST and (number := found.pop()) is not None:
             yield told("end uncounted", root=root, number=number, rows=rows)
 
 
-def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | None:
+def _own_ends(net: torch.nn.Module) -> set[int]:
+    """The numbers of the tokens at which the configuration of a net says that a text ends."""
+    told_by = (getattr(net, name, None) for name in ("config", "generation_config"))
+    given = [getattr(one, "eos_token_id", None) for one in told_by]
+    every = [number for one in given for number in (one if isinstance(one, (list, tuple)) else [one])]
+    return {number for number in every if isinstance(number, int)}
+
+
+def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any], ends: Container[int] = ()) -> int | None:
     """The token that ends all rows of a batch and is no target; ``None`` where it is one, or there is none."""
     behind, target = padding_of(tokens), given["target"]
-    if behind is None or name not in OF_CLASSES:
+    if behind is None or name not in OF_CLASSES or target.numel() not in (tokens.numel(), tokens[:, 1:].numel()):
         return None
-    number, ahead = int(tokens[0, -1]), tokens[:, 1:]
-    if target.numel() not in (tokens.numel(), ahead.numel()):
-        return None
+    number, ahead = int(tokens[behind][0]), tokens[:, 1:]
     ignored, lengths = given.get("ignore_index", -100), (~behind).sum(1)
     target = target.reshape(len(tokens), -1)
     if target.shape == tokens.shape:  # the last place has no next token
@@ -414,4 +423,5 @@ def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | Non
     is_next = torch.equal(out, ahead == number) and torch.equal(target[~out], ahead[~out])
     last = tokens.gather(1, lengths[:, None] - 1).unique()
     is_output = len(given["shape"]) > 1 and number < given["shape"][1]
-    return number if is_next and is_output and int(behind.sum(1).min()) == 1 and len(last) > 1 else None
+    is_end = int(behind.sum(1).min()) == 1 or number in ends
+    return number if is_next and is_output and is_end and len(last) > 1 else None

@@ -117,7 +117,9 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
         return None
     seen, losses = asked.evidence, one.losses
     little = losses.first - losses.last < _LITTLE * (seen["loss"] - seen["other_after"])  # than of one batch by heart
-    if losses.last <= 2 * seen.get("unseen", -math.inf) and not little:
+    guess = next((call.guess for call in reversed([*one.run.of(LossCall)]) if call.guess), 0.0)
+    floor = guess if losses.last > guess and len(by_line(one.run)) == 1 else 0.0  # above it nothing is learned as yet
+    if losses.last - floor <= 2 * (seen.get("unseen", -math.inf) - floor) and not little:
         return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
     return asked if outcome(one.run).word != "learning" or seen.get("knows_more") else None
 

@@ -9,7 +9,7 @@ from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, carries_over, outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed, Walk
@@ -37,6 +37,8 @@ def labels_unrelated(
         ):
             continue
         seen, call = probed.evidence, next((one for one in run.of(LossCall) if one.root == probed.root), None)
+        if word == "learning" and carries_over(run, int(seen.get("classes", 0))):
+            continue
         yield Found(
             text=f"The labels have nothing to do with the inputs of {root_variable(run, probed.root)}, as far as "
             f"{seen['samples']} samples show: a copy fitted to two thirds of them has a loss of {seen['held_out']:.4g} "

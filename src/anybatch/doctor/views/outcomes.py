@@ -145,10 +145,12 @@ def _by_heart(run: Run, found: Outcome) -> str:
 
 def _printed_worse(run: Run, found: Outcome) -> str:
     """How it is known that the script's own evaluation is far from what such a loss gives on the training data."""
-    if found.call is None or not 0 <= found.last < _MOST * found.guess:
+    if found.call is None:
         return ""
     steps = min(found.steps, run.steps)  # a step may have several losses
     late = [one for one in run.of(Printed) if one.steps and 2 * one.steps[-1] >= steps]
+    if not 0 <= found.last < _MOST * found.guess:
+        return _printed_by_chance(found, late)
     right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in late]
     if found.call.function in _OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
         shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
@@ -179,6 +181,31 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     return (
         f'that is of its training data, where {such}, and line {one.line} prints "{one.label}" {value:.4g} at the end'
     )
+
+
+def _printed_by_chance(found: Outcome, late: list[Printed]) -> str:
+    """How it is known that no more of the held-out data is right than by guessing one of the classes."""
+    classes = found.call.classes if found.call is not None else 0
+    if classes < 2 or not 0 <= found.last < (1 - _SOMETHING) * found.guess:
+        return ""
+    held_out = [one for one in late if (words := _words(one)) & _RIGHT and words & _HELD_OUT]
+    shares = [(one.values[-1], one) for one in held_out if all(0 <= value <= 1 for value in one.values)]
+    value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
+    if one is None or value > (1 + _SOMETHING) / classes:
+        return ""
+    return (
+        f'that is of its training data alone, for line {one.line} prints "{one.label}" {value:.4g} at the end, and who '
+        f"guesses one of {classes} classes is right as often"
+    )
+
+
+def carries_over(run: Run, classes: int) -> bool:
+    """Whether an evaluation was seen to know more than how frequent each class is, or than guessing one of them."""
+    known = (one for one in run.of(Evaluated) if one.guess is not None and one.items >= _ENOUGH_EVALUATED)
+    if any(one.better or one.value < (1 - _SOMETHING) * (one.guess or 0.0) for one in known):
+        return True
+    right = [one for one in run.of(Printed) if (words := _words(one)) & _RIGHT and words & _HELD_OUT]
+    return classes > 1 and any(_NEAR / classes < max(one.values, default=0.0) <= 1 for one in right)
 
 
 def _sampled(run: Run) -> str:
