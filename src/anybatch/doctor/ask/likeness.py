@@ -22,7 +22,7 @@ _BETWEEN_ROWS = frozenset({"cdist", "pairwise_distance", "dist"})  # distances o
 _LENGTHS = frozenset({"pow", "square", "abs", "norm", "linalg_norm", "vector_norm"})
 _PARALLEL = 0.999  # a cosine
 _ORDERS, _LEAST_ORDERS, _SECONDS = 8, 4, 2.0
-_LITTLE, _MUCH, _SURE = 0.02, 0.5, 4.0  # shares of what the other input makes, of the loss, and standard deviations
+_LITTLE, _MUCH, _SURE = 0.05, 0.5, 4.0  # shares of what the other input makes, of the loss, and standard deviations
 
 
 @asks("distance as score", of_rows=False)
