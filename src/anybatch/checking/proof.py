@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import WHOLE, in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
@@ -24,7 +24,7 @@ from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
-from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
 from anybatch.loss.pieces import InPieces
@@ -408,7 +408,8 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     self._is_of_torch = not isinstance(error, AnyBatchError)
-                    note = f"some of the samples can't be run without the others ({in_one_line(error)})"
+                    alone = "" if isinstance(error, LossError) else " without the others"
+                    note = f"some of the samples can't be run{alone} ({in_one_line(error)})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
@@ -546,12 +547,12 @@ def refusal(proof: Proof, reason: Reason, model: str, *, is_of_ranks: bool = Fal
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({proof.error:.2g} off)."
+        f"give another one as {sizes} than whole ({how_far(proof.error)})."
     )
     if proof.chunks:
         found = (
             f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
-            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({proof.error:.2g} off)."
+            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(proof.error)})."
         )
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
