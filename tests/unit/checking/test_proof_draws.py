@@ -29,7 +29,8 @@ class Layers(nn.Module):
         for layer in self.layers:
             if not self.leaves_out():
                 x = x + self.dropout(torch.tanh(layer(x)))
-        return self.head(x)
+        scores: torch.Tensor = self.head(x)
+        return scores
 
 
 def cross_entropy(model: Any, batch: Any) -> torch.Tensor:

@@ -84,7 +84,8 @@ def test_of_a_number_of_items_with_a_bound() -> None:
         return F.binary_cross_entropy_with_logits(model(batch["x"])[:, 0], there, reduction="sum")
 
     def bounded(model: Any, batch: Batch) -> torch.Tensor:
-        return total(model, batch) / batch["positive"].sum().clamp(min=1)
+        loss: torch.Tensor = total(model, batch) / batch["positive"].sum().clamp(min=1)
+        return loss
 
     others = (WHOLE, COUPLED, "loss = items.log().mean()")
     said(check(linear(), bounded, batch), *others, "return anybatch.Mean(total, number)")

@@ -77,7 +77,8 @@ class Pairs(nn.Module):
                 table.weight.copy_(torch.linspace(-4, 4, 8)[:, None])
 
     def forward(self, user: torch.Tensor, item: torch.Tensor, weights: tuple[float, float]) -> torch.Tensor:
-        return (weights[0] * self.users(user) + weights[1] * self.items(item)).squeeze(1)
+        scores: torch.Tensor = weights[0] * self.users(user) + weights[1] * self.items(item)
+        return scores.squeeze(1)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ class OfFunction(Quantised):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z = self.encoder(x)
-        q = Nearest.apply(z.detach() if self.cuts else z, self.table.weight)
+        given = z.detach() if self.cuts else z
+        q: torch.Tensor = Nearest.apply(given, self.table.weight)  # type: ignore[no-untyped-call]
         return self.decoder(q), F.mse_loss(self.table(torch.zeros(ROWS).long()), z)
 
 
