@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_a_number_of_numpy_in_a_sum_is_made_of_the_arrays_that_were_taken_out() 
 
     both = nn.ModuleList([net, other])
     for takes in (True, False):
-        terms = Paths.from_dict(why(lambda takes=takes: loss(takes=takes), both).to_dict()).terms
+        terms = Paths.from_dict(why(partial(loss, takes=takes), both).to_dict()).terms
         (number,) = [one for one in terms if not one.has_gradient]
         assert isinstance(number.value, float)
         assert (number.stopped, number.by) == ((2, "detach") if takes else (0, ""))
