@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import Recording
+from anybatch.records.memory import PARAMETERS
 
 PLAIN = "plain BPTT"
 BYTES = 256
@@ -200,9 +201,10 @@ def run_all(case: Case, rounds: int) -> list[dict[str, Any]]:
         other = cleared(double, case.sides[name](double, case.batch))
         one.error64 = ((other - truth).norm() / truth.norm()).item()
         case.model.zero_grad()
-        with LiveBytes() as live:
+        with Recording() as recording:
+            recording.register(case.model.parameters(), PARAMETERS, counted=False)
             one.update()
-        one.peak = live.peak
+        one.peak = recording.most
     del double
     for turn in range(rounds):
         for one in list(found.values()) if turn % 2 == 0 else reversed(found.values()):
@@ -238,20 +240,20 @@ def stream(steps: int, window: int, mode: Any) -> dict[str, Any]:
     loss_fn = anybatch.OverTime(chunk_loss, lambda model, batch: None, chunk=128, mode=mode, carry=True)
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), clip_norm=1.0)
     peaks, last = [], torch.zeros(1, 1, dtype=torch.long)
-    with LiveBytes() as live:
-        for _ in range(math.ceil(steps / window)):
-            text = torch.cat([last, torch.randint(BYTES, (1, window))], 1)
-            live.peak = live.current
+    for _ in range(math.ceil(steps / window)):
+        text = torch.cat([last, torch.randint(BYTES, (1, window))], 1)
+        with Recording() as recording:
+            recording.register(model.parameters(), PARAMETERS, counted=False)
             step({"x": text[:, :-1], "y": text[:, 1:]})
-            peaks.append(live.peak - text.nbytes)
-            last = text[:, -1:].clone()
+        peaks.append(recording.most - text.nbytes)
+        last = text[:, -1:].clone()
     return {
         "mode": mode,
         "steps": steps,
         "window": window,
         "second": peaks[1],
         "most": max(peaks[1:]),
-        "held": live.current,
+        "held": sum(recording.by_category().values()),
     }
 
 

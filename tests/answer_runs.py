@@ -30,6 +30,13 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "sampling start": {"times": 3.0, "level": 59.0},
+    "distance as score": {"op": "sum"},
+    "drawn near": {"op": "embedding", "rows": 640},
+    "one-sided": {"op": "embedding", "loss": 0.1, "others": 0.1, "beside": 0.9},
+    "given at its place": {"op": "cross_entropy", "places": 9, "tokens": True},
+    "order ignored": {"places": 9, "loss": 2.1},
+    "hides nothing": {"op": "where", "value": True, "entries": 80, "limit": 0.0},
+    "sampling level": {"calls": 40, "level": 0.0, "rows": 384},
     "inputs alike": {"value": 0.0, "calls": 12, "symbols": False},
     "unread field": {"name": "done", "kind": "end", "call": "np.fliplr(done)"},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
@@ -130,7 +137,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
-    "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "tenth": 0.1},
+    "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "usual": 0.1},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 

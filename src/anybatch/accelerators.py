@@ -136,12 +136,13 @@ def segments_of(device: torch.device) -> list[TakenSegment] | None:
 
 
 @contextlib.contextmanager
-def reserving_at_most(budget: int | None, device: torch.device, *, until_update: bool = False) -> Iterator[None]:
+def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None]:
     """Limits the bytes that a device's allocator may reserve in this block, where torch supports it.
+
+    An optimizer that steps ends it, since an update that runs out can't be taken back.
 
     Args:
         budget: bytes; ``None`` for all memory of the device.
-        until_update: whether an optimizer that steps ends it, since an update that runs out can't be taken back.
     """
     module = module_of(device)
     limit = getattr(module, "set_per_process_memory_fraction", None)
@@ -155,9 +156,7 @@ def reserving_at_most(budget: int | None, device: torch.device, *, until_update:
     limit(min(before, math.nextafter((budget or total) / total, 2.0)), device)
     with contextlib.ExitStack() as stack:
         stack.callback(limit, before, device)
-        if until_update:
-            hook = register_optimizer_step_pre_hook(lambda *_: limit(before, device))
-            stack.callback(hook.remove)
+        stack.callback(register_optimizer_step_pre_hook(lambda *_: limit(before, device)).remove)
         yield
 
 

@@ -292,7 +292,7 @@ class RepeatedBackward(Gradient):
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes and the plan, as plain values; a run resumed from them is bitwise the same."""
-        plan = None if self._follower is None else self._follower.state_dict()
+        plan = None if self._follower is None else self._follower.plan_state()
         return {"limit": self._limit.state_dict(), "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ class RepeatedBackward(Gradient):
     def _load_whole(self, state: Mapping[str, Any]) -> None:
         with part("plan"):
             if self._follower is not None and state["plan"] is not None:
-                self._follower.load_state_dict(state["plan"])
+                self._follower.load_plan_state(state["plan"])
         if (self._follower is None) == (state["plan"] is None):  # a size from a plan says nothing without one
             self._limit.load_state_dict(state["limit"])
 

@@ -51,7 +51,7 @@ class Engine:
         self._follower = self._following() if planned else None
         if self._follower is not None:
             self._follower.on_plan = proofs.forget_operations
-        self._limit = SizeLimit(options.micro_batch_size) if self._follower is None else self._follower.limit
+        self._limit = SizeLimit(options.micro_batch_size) if self._follower is None else self._follower
 
     def _following(self) -> "AnyFollower":
         from anybatch.planning.following import Follower

@@ -506,7 +506,7 @@ class TrainStep(Engine):
             "evaluation_limit": self._evaluation_limit.state_dict(),
             "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
             "random": RandomState(devices_of(self.model)).state_dict(),
-            "plan": None if self._follower is None else self._follower.state_dict(),
+            "plan": None if self._follower is None else self._follower.plan_state(),
             "loss": None if (over_time := as_over_time(self.loss_fn)) is None else over_time.state_dict(),
         }
 
@@ -526,7 +526,7 @@ class TrainStep(Engine):
     def _load_whole(self, state: Mapping[str, Any]) -> None:
         with part("plan"):
             if self._follower is not None and state.get("plan") is not None:
-                self._follower.load_state_dict(state["plan"])
+                self._follower.load_plan_state(state["plan"])
         self._limit.load_state_dict(state["limit"])
         self._evaluation_limit.load_state_dict(state["evaluation_limit"])
         counters = state["counters"]

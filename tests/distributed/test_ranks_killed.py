@@ -93,6 +93,20 @@ def in_a_step(rank: int, world: int, *, place: str, number: int = 1, deed: Calla
     assert step.updates == 1 + (place == "optimizer")
 
 
+def in_the_proof(rank: int, world: int, *, number: int) -> None:
+    """The survivor's first step, which is proved before it is split, fails with an error, and nothing is changed."""
+    at = At("forward", number, die) if rank == VICTIM else nothing
+    model = Net()
+    step = anybatch.TrainStep(DistributedDataParallel(model), faulty(at), Dying(model.parameters()), micro_batch_size=2)
+    before, start = hashed(model.parameters()), time.monotonic()
+    error = raised(lambda: step(batches_of((5, 6))[rank]))
+    assert isinstance(error, anybatch.AnyBatchError), error
+    assert "could not reach the others" in str(error)
+    assert time.monotonic() - start < TIMEOUT + 10
+    assert hashed(model.parameters()) == before
+    assert step.updates == 0
+
+
 def in_a_coupled_loss(rank: int, world: int) -> None:
     """Also where the others wait for the gradient of their outputs."""
 
@@ -112,7 +126,8 @@ PLACES = {
     "all-reduce": {"place": "all-reduce"},
     "optimizer step": {"place": "optimizer"},
 }
-CASES: Mapping[str, Callable[[int, int], None]] = {name: partial(in_a_step, **at) for name, at in PLACES.items()}  # type: ignore[arg-type]
+CASES: dict[str, Callable[[int, int], None]] = {name: partial(in_a_step, **at) for name, at in PLACES.items()}  # type: ignore[arg-type]
+CASES |= {f"forward {number} of the proof": partial(in_the_proof, number=number) for number in (1, 2, 3)}
 HANGING: Mapping[str, Callable[[int, int], None]] = {
     "forward": partial(in_a_step, place="forward", number=2, deed=hang),
     "all-reduce": partial(in_a_step, place="all-reduce", deed=hang),

@@ -141,7 +141,7 @@ def known_peaks(fixed: int, of_sample: int) -> Iterator[None]:
     """Steps take what they are said to take: a buffer that gloo's thread holds for a moment shows in measured peaks."""
 
     def note(self: Observing, peak: int, before: int) -> None:
-        NOTE(self, before + fixed + of_sample * int(self.limit.value or 1), before)
+        NOTE(self, before + fixed + of_sample * int(self.value or 1), before)
 
     with mock.patch.object(Observing, "_note", note):
         yield

@@ -1,6 +1,7 @@
 """What a check and a proof say: every cause once, with its text and the lines that help."""
 
 import dataclasses
+import math
 import string
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -178,8 +179,14 @@ CAUSES: dict[str, Cause] = {
     "function of a mean": Cause(
         "not-additive",
         "The loss is a function of a mean over the samples, such as its root or its logarithm, or a mean times a "
-        "number that each batch has another one of: its parts give the whole gradient by weights that no count gives.",
-        (WHOLE, _COUPLED, "loss = items.log().mean()  # the function of each sample, and then the mean: another loss"),
+        "number that each batch has another one of, such as a sum over a number of items with a bound (.clamp(min=1)) "
+        "that a part without items reaches: its parts give the whole gradient by weights that no count gives.",
+        (
+            WHOLE,
+            _COUPLED,
+            "loss = items.log().mean()  # the function of each sample, and then the mean: another loss",
+            "return anybatch.Mean(total, number)  # if it is total / number.clamp(min=1)",
+        ),
     ),
     "bound": Cause(
         "bound",
@@ -206,14 +213,15 @@ CAUSES: dict[str, Cause] = {
     ),
     "unexplained": Cause(
         "not-additive",
-        "Some samples give something else at once than in their parts, {error:.2g} off, and why could not be found out "
-        "here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
-        ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
+        "Some samples give something else at once than in their parts, {error:off}, and why could not be found out "
+        "here. The loss is no mean over count(batch) items, it compares samples or takes a fixed number of them (the "
+        "hardest 10), or something keeps a state.",
+        (WHOLE, "anybatch.check(model, loss_fn, batch)  # on a small model of the same kind"),
     ),
     "whole batch": Cause(
         "not-additive",
         "The loss of all {rows} samples, from what the model gives in the micro-batches, has another gradient by its "
-        "outputs, {error:.2g} off. It depends on more samples than a micro-batch has, such as a fixed number of the "
+        "outputs, {error:off}. It depends on more samples than a micro-batch has, such as a fixed number of the "
         "hardest, or a number that a micro-batch may lack.",
         (WHOLE, _COUPLED),
     ),
@@ -262,7 +270,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "in parts": Cause(
         "not-additive",
-        "The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
+        "The gradient of some samples is not that of their parts, {error:off}. The loss is no mean over "
         "count(batch) items (a sum, or another count), it compares samples, or something keeps a state. What it is "
         "can't be looked at in a model that lies in parts.",
         ("anybatch.check(model, loss_fn, batch)  # before fully_shard: says what it is, and what helps",),
@@ -280,7 +288,7 @@ CAUSES: dict[str, Cause] = {
     "module": Cause(
         "module",
         "{shown} ({class}) couples the samples: it is given the same for each sample, and gives something else when "
-        "other samples are with it ({difference:.2g} off).",
+        "other samples are with it ({difference:off}).",
         (WHOLE,),
     ),
     "time first": Cause("module", " It was built with batch_first=False, which takes dimension 0 for time."),
@@ -507,7 +515,15 @@ CAUSES: dict[str, Cause] = {
 }
 
 
+def how_far(error: float) -> str:
+    """How far one gradient or loss is off another, in words."""
+    return f"{error:.2g} off" if math.isfinite(error) else "one is not finite"
+
+
 class _Text(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        return how_far(value) if format_spec == "off" else super().format_field(value, format_spec)
+
     def convert_field(self, value: Any, conversion: Any) -> Any:
         return listed(value) if conversion == "l" else super().convert_field(value, conversion)
 
@@ -532,7 +548,7 @@ def seeded(operations: Iterable[str]) -> Reason:
 def unexplained(error: float, failure: BaseException) -> Reason:
     """Says that samples give something else in parts where the explanation itself fails, without what words others."""
     failed = f"{type(failure).__name__}: {failure}"
-    message = CAUSES["unexplained"].text.format(error=error)
+    message = _TEXT.vformat(CAUSES["unexplained"].text, (), {"error": error})
     return dataclasses.replace(
         _UNEXPLAINED, message=f"{message} (What explains it failed with {failed})",
         evidence={"error": error, "failed": failed},

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import WHOLE, in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
@@ -24,7 +24,7 @@ from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
-from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
 from anybatch.loss.pieces import InPieces
@@ -34,6 +34,7 @@ from anybatch.records.proofs import Proof
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.passes import NONE_ALIKE
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -47,6 +48,11 @@ _AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
+_ALIKE = "what is drawn once for the batch is the same in all micro-batches: each begins with the same random numbers"
+_ANEW = (
+    "torch draws something once for the batch, such as a layer that is left out, and beside it for each sample: in "
+    "micro-batches once for each of them; draw it before the step, and give it as data"
+)
 _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
     "sample; what is drawn once for the batch, draw before the step"
@@ -96,8 +102,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = with_note(proof, f"as long as `{reason.where}` makes no difference")
-        if trial.draws_elsewhere and proof.exact:
-            proof = with_note(proof, _OTHERS)
+        if proof.exact and (trial.draws_elsewhere or trial.draws_shared):
+            proof = prover.drawn(proof)
         if prover.is_of_now:
             proof = with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
@@ -262,6 +268,23 @@ class _Prover:
             Failure(error).release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
 
+    def drawn(self, proof: Proof) -> Proof:
+        """The same, with what the micro-batches draw alike, and what not."""
+        alike, trial = NONE_ALIKE, self._trial
+        with tolerated():
+            for cut in islice(self._cuts.inside(self._cuts.most), 1):
+                alike = trial.alike(cut, in_single=self._is_low)
+        notes = [_ALIKE] if any(alike) else []
+        notes += [_OTHERS] if trial.draws_elsewhere and not alike[1] else []
+        notes += [_ANEW] if trial.draws_shared and not alike[0] else []
+        return replace(with_note(proof, "; ".join(notes)), alike=alike)
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether the step computes in low precision."""
+        is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
+        return is_low or self._task.settings.autocast is not None
+
     def _in_blocks(self, coupled: Coupled) -> Found | None:
         """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
         with tolerated():  # the loss may take blocks of some sizes only
@@ -373,9 +396,7 @@ class _Prover:
 
     def _compared(self, cuts: Way, *, in_single: bool | None = None) -> Compared:
         """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
-        if in_single is None:
-            is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
-            in_single = is_low or self._task.settings.autocast is not None
+        in_single = self._is_low if in_single is None else in_single
         most, largest, note = self._cuts.most, self._cuts.largest, ""
         if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
             most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
@@ -387,7 +408,8 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     self._is_of_torch = not isinstance(error, AnyBatchError)
-                    note = f"some of the samples can't be run without the others ({in_one_line(error)})"
+                    alone = "" if isinstance(error, LossError) else " without the others"
+                    note = f"some of the samples can't be run{alone} ({in_one_line(error)})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
@@ -525,12 +547,12 @@ def refusal(proof: Proof, reason: Reason, model: str, *, is_of_ranks: bool = Fal
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({proof.error:.2g} off)."
+        f"give another one as {sizes} than whole ({how_far(proof.error)})."
     )
     if proof.chunks:
         found = (
             f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
-            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({proof.error:.2g} off)."
+            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(proof.error)})."
         )
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."

@@ -26,7 +26,7 @@ from anybatch.options import Verify
 from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
-from anybatch.update.passes import Task
+from anybatch.update.passes import NONE_ALIKE, Task
 from anybatch.update.transaction import Snapshot, Unproved
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Proofs:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
             Unproved: under a plan, before the proof of a batch that may take more than was planned for.
         """
-        reducer, task.on_loss = task.settings.reducer, None
+        reducer, task.on_loss, task.alike = task.settings.reducer, None, NONE_ALIKE
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
         is_of_ranks = reducer.is_shared and task.splittable.rows > 1 and task.splittable.obstacle is None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part or is_of_ranks)
@@ -129,8 +129,8 @@ class Proofs:
             task = replace(task, splittable=copy.copy(task.splittable))
             if holds:
                 self._watch(own, task)
-        if holds and not reducer.is_sharded:
-            self.latest = known
+        if known is not None and holds and not reducer.is_sharded:
+            self.latest, task.alike = known, known.alike
             return task, None
         split = Split(task, parts, parameters, optimizations, update)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
@@ -274,7 +274,7 @@ class Proofs:
     def _proved(self, own: _Layout, split: Split) -> "tuple[Task, Replay | None]":
         from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove, prove_among_many
-        from anybatch.checking.replaying import Replay, looked_at_apart
+        from anybatch.checking.replaying import Replay, compiles, looked_at_apart
         from anybatch.checking.switches import Switches
 
         task, parts = split.task, split.parts
@@ -291,16 +291,18 @@ class Proofs:
             if two is not None:
                 self._conclude(*two, task)
         self.latest = self._kept(own, proof)
+        task.alike = proof.alike
         if proof.outcome == "undecided" and self._is_news(proof.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        if not Replay.can_be(split, proof):
+        is_plain = proof.exact and proof.group == 1 and reason is None
+        if not Replay.can_be(split, proof) or (compiles() and not is_plain):
             own.unseen = even(task.splittable)
             self._watch(own, task, begins=True)
-        elif task.is_planned:
-            if proof.exact and proof.group == 1 and reason is None:
+        elif task.is_planned or compiles():
+            if is_plain:
                 apart, own.unseen = looked_at_apart(split, proof, seen)
                 if apart is not None:
                     self._conclude(*apart, task)

@@ -58,6 +58,7 @@ class Numbers:
         self._samples: Sequence[int] = ()
         self._drawn = 0
         self.is_uneven = False  # whether a part draws more or less often than the whole batch
+        self.is_shared = False  # whether a part draws something of the shape that it has in the whole batch
         self._places_of: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def begin(self, samples: Sequence[int], rows: int) -> None:
@@ -93,6 +94,7 @@ class Numbers:
         if len(self._samples) == self._rows:
             self._whole.append(shape)
         elif self._drawn < len(self._whole) and len(self._whole[self._drawn]) == len(shape):
+            self.is_shared |= shape == self._whole[self._drawn]
             for dim, (size, whole) in enumerate(zip(shape, self._whole[self._drawn], strict=True)):
                 if size != whole and size * self._rows == whole * len(self._samples):
                     self._places_of[shape] = dim, whole // self._rows

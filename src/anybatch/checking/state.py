@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from anybatch.checking.causes import listed, reason
+from anybatch.checking.causes import how_far, listed, reason
 from anybatch.checking.comparison import Case
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.isolation import is_flag
@@ -47,7 +47,7 @@ class State:
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
         self.is_made_once = self._is_made_once(blamed)
         self._case.attempt(self._parts, carries=self._changed)
-        off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
+        off = "fails" if self.error == math.inf else f"has another gradient ({how_far(self.error)})"
         if self.is_made_once:
             return self._worded("first call", blamed, error=self.error)
         kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)

@@ -17,11 +17,12 @@ from anybatch.demo.training import CLIP_NORM, TrainingSettings, make_optimizer, 
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
 from anybatch.loss.accumulate import Settings
 from anybatch.memory.application import apply_optimizations
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import Recording
 from anybatch.planning.devices import target_of
 from anybatch.planning.entrance import plan
 from anybatch.planning.planner import Planner
 from anybatch.planning.subjects import Subject
+from anybatch.records.memory import OTHER
 from anybatch.records.plans import Plan, PlanRow
 
 Batch = dict[str, Tensor]
@@ -60,11 +61,12 @@ def passes(planned: PlanRow) -> dict[str, tuple[str, Pass]]:
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
     """Measures the peak memory of a pass in bytes: all live tensors, including weights and batch."""
     model.zero_grad()
-    live = LiveBytes((*model.parameters(), *model.buffers(), *batch.values()))
-    with live:
+    recording = Recording()
+    recording.register((*model.parameters(), *model.buffers(), *batch.values()), OTHER)
+    with recording:
         run(model, batch)
     model.zero_grad()
-    return live.peak
+    return recording.most
 
 
 def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from anybatch.demo.facts import CurvePoint, TrainingCurve
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
-from anybatch.memory.meter import LiveBytes, resident_bytes
+from anybatch.memory.meter import Recording, resident_bytes
+from anybatch.records.memory import OTHER
 from anybatch.records.plans import Plan
 from anybatch.step import TrainStep
 
@@ -122,10 +123,11 @@ class TrainingRun:
         batch = random_batch(self._train, self._settings.samples, self._model.context, self._generator)
         # Counting slows an update down, so only one is counted: the second, when AdamW's state is there.
         if len(self.losses) == 1:
-            live = LiveBytes((*self._tensors(), *batch.values()))
-            with live:
+            recording = Recording()
+            recording.register((*self._tensors(), *batch.values()), OTHER)
+            with recording:
                 result = self._step(batch)
-            self._peak_bytes = live.peak
+            self._peak_bytes = recording.most
         else:
             result = self._step(batch)
         self.losses.append(result.loss * BITS_PER_NAT)

@@ -36,7 +36,7 @@ from anybatch.loss.states import (
     standing_in,
 )
 from anybatch.loss.timesteps import Steps
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import Recording
 from anybatch.records.means import Mean
 from anybatch.tensors.dropouts import masks_set_aside
 from anybatch.tensors.graph import recomputing
@@ -486,13 +486,13 @@ class _Sequences:
         saved = RandomState(self._call.devices)
         buffers = [(b, b.clone()) for module in self._modules for b in module._buffers.values() if b is not None]
         self._cut(length)
-        live = LiveBytes()
+        recording = Recording()
         try:
             with torch.no_grad(), masks_set_aside():
                 state = standing_in(self._initial())[0]
-            with live, recomputing(), masks_set_aside(), self._looking_back():
+            with recording, recomputing(), masks_set_aside(), self._looking_back():
                 new = self._call(self._chunks.batches[0], state).state  # its graph stays, the loss does not
-            return live.current, own_bytes(new, state)
+            return recording.bytes_made, own_bytes(new, state)
         finally:
             self._call.gives_losses = False
             saved.restore()

@@ -324,9 +324,9 @@ class ChunkCall:
                     stack.callback(module.register_forward_pre_hook(_refuse_both_ways).remove)
             yield
 
-    def refuse_hidden_dropout(self, *, on_cuda: bool | None = None) -> None:
+    def refuse_hidden_dropout(self) -> None:
         """Refuses recurrent layers whose dropout between layers can't be replayed."""
-        if found := hidden_dropout(self._modules, on_cuda=on_cuda):
+        if found := hidden_dropout(self._modules):
             raise NotSplittable(
                 f"{why_hidden(found[0])}, or OverTime(mode='truncated', chunk=...), which runs every chunk once",
                 modules=[type(module).__name__ for module in found],

@@ -357,13 +357,11 @@ def why_hidden(found: torch.nn.RNNBase) -> str:
     )
 
 
-def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None = None) -> list[torch.nn.RNNBase]:
+def hidden_dropout(modules: Iterable[torch.nn.Module]) -> list[torch.nn.RNNBase]:
     """The recurrent modules that would draw other masks if their forward ran again.
 
     cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
     and https://github.com/pytorch/pytorch/issues/104697.
     """
     found = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.training and m.dropout and m.num_layers > 1]
-    if on_cuda is None:
-        found = [m for m in found if any(has_cudnn(p.device) for p in m.parameters())]
-    return found if on_cuda is not False else []
+    return [m for m in found if any(has_cudnn(p.device) for p in m.parameters())]

@@ -18,8 +18,8 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import Mode, TorchDispatchMode, current_mode
-from anybatch.tensors.fakes import Fake, QuickFakeMode, tensors_in
+from anybatch.tensors.dispatch import Mode, tensors_in, written_by
+from anybatch.tensors.fakes import Fake
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
 
@@ -57,64 +57,6 @@ class OverBudget(Exception):  # not an error of the user's: whoever set the limi
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
         self.needed = needed
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors within its block, each storage once.
-
-    Args:
-        tensors: what is alive already and counts, such as weights and the batch.
-
-    Example:
-        >>> with LiveBytes() as live:
-        ...     _ = torch.zeros(1000) + 1.0
-        >>> live.peak
-        8000
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0  # bytes that are alive now
-        self.peak = 0  # the most that were alive after any operation
-        self._alive: dict[int, list[Any]] = {}
-        for tensor in tensors:
-            self._add(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and looks at what it gave."""
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, torch.Tensor):
-                self._add(value)
-        return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        for storage in storages_of(tensor):
-            key, size = storage._cdata, storage.nbytes()
-            if storage.device.type == "meta":
-                continue
-            known = self._alive.get(key)
-            if known is None:
-                self._alive[key] = [size, weakref.ref(storage, self._forgetting(key))]
-                self.current += size
-            elif known[0] != size:  # it was resized
-                self.current += size - known[0]
-                known[0] = size
-            self.peak = max(self.peak, self.current)
-
-    def _forgetting(self, key: int) -> Callable[[object], None]:
-        # A cycle would leave the weak references to the collector of garbage; Python 3.11 crashes if it takes them
-        # while the storage that they refer to is going.
-        own = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            live = own()
-            if live is not None:
-                live.current -= live._alive.pop(key)[0]
-
-        return forget
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -244,7 +186,7 @@ class Recording(Mode):
             for value in tensors_in(kwargs.values()):
                 self._note_use(value, position, differentiates)
         if func._schema.is_mutable:
-            self._note_writes(func, args)
+            self._note_writes(written_by(func, args, kwargs or {}))
         if func is _SAME_STORAGE and not self.gave_tangents:
             self.gave_tangents = any(one.category == INPUTS for one in self.allocations_of(args))
         if differentiates and func is _ADD and isinstance(args[1], torch.Tensor):
@@ -312,18 +254,15 @@ class Recording(Mode):
             raise OverBudget(self._current + makes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        below = current_mode()
-        return below.result_of(func, args, kwargs) if type(below) is QuickFakeMode else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-    def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
+    def _note_writes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""
-        for value, argument in zip(args, func._schema.arguments, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for one in self.allocations_of(value if isinstance(value, (list, tuple)) else [value]):
-                    if one.category == INPUTS:
-                        self.wrote_inputs = True
-                    elif one.born == BEFORE and one.category in (PARAMETERS, OTHER):
-                        self._written[id(one)] = one
+        for one in self.allocations_of(tensors):
+            if one.category == INPUTS:
+                self.wrote_inputs = True
+            elif one.born == BEFORE and one.category in (PARAMETERS, OTHER):
+                self._written[id(one)] = one
 
     @property
     def bytes_written_elsewhere(self) -> int:
@@ -386,7 +325,8 @@ class Recording(Mode):
         return next((one for one in self.allocations_of([tensor]) if one.born != BEFORE and one.size), None)
 
     def _forgetting(self, key: int, allocation: Allocation, *, is_here: bool) -> Callable[[object], None]:
-        # In no cycle with its weak references, see LiveBytes.
+        # A cycle would leave the weak references to the collector of garbage; Python 3.11 crashes if it takes them
+        # while the storage that they refer to is going.
         own = weakref.ref(self)
 
         def forget(_: object) -> None:
@@ -421,6 +361,11 @@ class Recording(Mode):
             storage is not None and (allocation.born != BEFORE or storage.device.type == "meta")
             for storage, allocation in alive
         )
+
+    @property
+    def bytes_made(self) -> int:
+        """The bytes that operations made and that are still alive."""
+        return sum(one.size for one in self.alive_after(self.now) if one.born != BEFORE)
 
     def live_bytes(self) -> list[int]:
         """The bytes that were alive after each operation."""

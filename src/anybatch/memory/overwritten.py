@@ -1,11 +1,12 @@
 """Notices writes into tensors that were there before, and takes them back."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.tensors.dispatch import NUMBERLESS, Mode
+from anybatch.tensors.dispatch import NUMBERLESS, Mode, tensors_in, written_by
 
 
 class Overwritten(Mode):
@@ -39,15 +40,11 @@ class Overwritten(Mode):
     ) -> Any:
         """Runs an operation; copies first what it is about to write to."""
         kwargs = kwargs or {}
-        is_mutable, makes = _known.get(func) or _known.setdefault(func, _kind(func))
-        if is_mutable:
-            for argument, value in _arguments(func, args, kwargs):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in _tensors(value):
-                        self._keep(tensor)
+        for tensor in written_by(func, args, kwargs):
+            self._keep(tensor)
         result = func(*args, **kwargs) if self._run is None else self._run(func, types, args, kwargs)
-        if makes:  # a view of what was there before is no tensor of this block
-            self._made.update(key for one in _tensors(result) if (key := memory_of(one)) is not None)
+        if _makes(func):  # a view of what was there before is no tensor of this block
+            self._made.update(key for one in tensors_in([result]) if (key := memory_of(one)) is not None)
         return result
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -71,26 +68,13 @@ class Overwritten(Mode):
 
 
 _ALIASES = ("_unsafe_view.default", "lift.default")  # give what they are given, which their schemas do not say
-_known: dict[Any, tuple[bool, bool]] = {}
 
 
-def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether an operation writes to what it is given, and whether what it gives is new."""
+@functools.cache
+def _makes(func: Any) -> bool:
+    """Whether what an operation gives is new."""
     returns = func._schema.returns
-    is_new = bool(returns) and all(one.alias_info is None for one in returns) and func.__name__ not in _ALIASES
-    return func._schema.is_mutable, is_new
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:
-    known = func._schema.arguments
-    yield from zip(known, args, strict=False)
-    yield from ((one, kwargs[one.name]) for one in known if one.name in kwargs)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, (list, tuple)) else []
+    return bool(returns) and all(one.alias_info is None for one in returns) and func.__name__ not in _ALIASES
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,27 +13,7 @@ from anybatch.loss.outputs import twins
 from anybatch.loss.reducing import Joint, Leaves, Stage
 from anybatch.parallel.messages import Messages
 
-_ALIGNED = 16  # bytes, so that a part of a buffer can be seen as numbers of any dtype
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-class _Kind(NamedTuple):
-    """What the rows of one output are on every rank."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    def room(self, rows: int) -> int:
-        """The bytes of a number of rows, rounded up."""
-        return -(-self.row_bytes * rows // _ALIGNED) * _ALIGNED
-
-    def seen(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
-        """The rows that lie at the beginning of a buffer."""
-        return buffer[: self.row_bytes * rows].view(self.dtype).view(rows, *self.shape)
 
 
 def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Joint:
@@ -55,17 +35,31 @@ def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Join
         )
     kinds = _agreed(heard)
     rows = [one["rows"] for one in heard]
-    room = sum(kind.room(max(rows)) for kind in kinds.values())
-    send = torch.zeros(room, dtype=torch.uint8, device=messages.device)
-    found = torch.empty(messages.size, room, dtype=torch.uint8, device=messages.device)
-    _pack(send, own, kinds, max(rows))
+    order = sorted(kinds, key=lambda position: -kinds[position][0].itemsize)  # each begins where its dtype may
+    sizes = [max(rows) * math.prod(kinds[position][1]) * kinds[position][0].itemsize for position in order]
+
+    def parts_of(buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+        pairs = zip(order, buffer.split(sizes), strict=True)
+        return {
+            position: part.view(kinds[position][0]).view(max(rows), *kinds[position][1]) for position, part in pairs
+        }
+
+    buffers = [torch.zeros(sum(sizes), dtype=torch.uint8, device=messages.device) for _ in range(messages.size + 1)]
     messages.round(Stage.READY, {})  # all have the memory, so nobody is missing in what follows
-    messages.gather_tensors(list(found.unbind()), send)
-    del send
+    send = buffers.pop()
+    sent = parts_of(send)
+    for position in kinds if own else ():
+        sent[position][: len(own[position])].copy_(own[position].detach())
+    messages.gather_tensors(buffers, send)
+    del send, sent
+    found = [parts_of(buffer) for buffer in buffers]
+    home = next((leaf.device for leaf in own if isinstance(leaf, torch.Tensor)), messages.device)
+    columns = {
+        position: torch.cat([parts[position][:n] for parts, n in zip(found, rows, strict=True)]).to(home)
+        for position in kinds
+    }
     batches = [] if batch is None else messages.gather_objects(map_leaves(compact, batch))
     wanted = [any(flags) for flags in zip(*[one["gets"] for one in heard if one["gets"]], strict=True)]
-    home = next((leaf.device for leaf in own if isinstance(leaf, torch.Tensor)), messages.device)
-    columns = _unpacked(found, kinds, rows, home)
     leaf_of = [columns[i].requires_grad_() if i in columns and wanted[i] else None for i in range(len(wanted))]
     if own:
         outputs = like(outputs, [columns.get(place, leaf) for place, leaf in zip(places, own, strict=True)])
@@ -79,8 +73,8 @@ def _described(leaf: Any, twin: int) -> list[Any]:
     return ["value", hashlib.sha256(repr(leaf).encode()).hexdigest()[:16], repr(leaf)[:40]]
 
 
-def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, _Kind]:
-    """What every output is, by its position, each tensor once."""
+def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, tuple[torch.dtype, list[int]]]:
+    """The dtype and the shape of a row of every output, by its position, each tensor once."""
     having = [(rank, one["outputs"]) for rank, one in enumerate(heard) if one["outputs"]]
     rank, expected = having[0]
     for other, outputs in having[1:]:
@@ -96,7 +90,7 @@ def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, _Kind]:
             "its own samples: Coupled(..., gather=False)"
         )
     return {
-        position: _Kind(_DTYPES[kind[0]], tuple(kind[1]))
+        position: (_DTYPES[kind[0]], kind[1])
         for position, kind in enumerate(expected)
         if kind[0] != "value" and kind[2] == position
     }
@@ -104,26 +98,6 @@ def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, _Kind]:
 
 def _worded(kind: Sequence[Any]) -> str:
     return str(kind[2]) if kind[0] == "value" else f"{kind[0]} rows of shape {tuple(kind[1])}"
-
-
-def _pack(send: torch.Tensor, own: Sequence[Any], kinds: Mapping[int, _Kind], most: int) -> None:
-    offset = 0
-    for position, kind in kinds.items():
-        if own:
-            kind.seen(send[offset:], len(own[position])).copy_(own[position].detach())
-        offset += kind.room(most)
-
-
-def _unpacked(
-    found: torch.Tensor, kinds: Mapping[int, _Kind], rows: Sequence[int], home: torch.device
-) -> dict[int, torch.Tensor]:
-    columns = {}
-    offset = 0
-    for position, kind in kinds.items():
-        parts = [kind.seen(buffer[offset:], n) for buffer, n in zip(found, rows, strict=True)]
-        columns[position] = torch.cat(parts).to(home)
-        offset += kind.room(max(rows))
-    return columns
 
 
 def compact(leaf: Any) -> Any:

@@ -54,25 +54,15 @@ class CoupledSearch(Search):
         return False
 
     def look_within(self, usable: int, budget: int) -> None:
-        """Begins a search; what can't run on fake tensors runs for real within a budget."""
+        """Begins a search among few splittings, since each has a trace of its own."""
         self._budget = usable
         super().look_within(usable, budget)
-
-    def _few(self) -> list[Splitting]:
-        """The splittings that are looked at, as the engine makes them for their limit, the fewest micro-batches first.
-
-        Each has a trace of its own.
-        """
         splittable, found = self.subject.splittable, self.splittings
-        if splittable.has_costs:
+        if splittable.has_costs:  # as the engine makes them for their limit
             limits = dict.fromkeys(one.limit for one in found)
             found = [Splitting(limit, tuple(splittable.plan(limit, oversized="alone"))) for limit in limits]
         few = halving(found)
-        return few if few[-1] is found[-1] else [*few, found[-1]]
-
-    def splitting_of(self, row: PlanRow) -> Splitting:
-        """The splitting of a row."""
-        return next(one for one in self._few() if one.limit == row.micro_batch_size)
+        self.splittings = few if few[-1] is found[-1] else [*few, found[-1]]
 
     # What a pass holds.
 
@@ -101,7 +91,7 @@ class CoupledSearch(Search):
 
     def whole_bytes(self, autocast: str = "") -> int:
         """The peak of the whole batch at once at a precision, without memory optimizations; 0 if it is not known."""
-        splitting = self._few()[0]
+        splitting = self.splittings[0]
         return self._peak(splitting, Recipe(autocast=autocast, keep=1)).total if splitting.is_single else 0
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
@@ -155,9 +145,9 @@ class CoupledSearch(Search):
                 if all(row.seconds is None or seconds < row.seconds for row in found):
                     found.extend(self._with(splitting, row, lambda s, recipe: self._most(s, recipe, budget)))
 
-        look_at([(one, _plain(one, name)) for name in self.precisions for one in self._few()])
+        look_at([(one, _plain(one, name)) for name in self.precisions for one in self.splittings])
         if not any(row.kept_graphs == row.micro_batches == 1 for row in found):
-            ways = [(one, recipe) for recipe in self.recipes for one in self._few()]
+            ways = [(one, recipe) for recipe in self.recipes for one in self.splittings]
             rows = [(one, row) for one, recipe in ways for row in self.front_of(recipe, one) if _has_blocks(row)]
             look_at(sorted(rows, key=lambda pair: pair[1].seconds or 0.0)[:_MOST_OPTIMIZED])
         return found
@@ -187,7 +177,7 @@ class CoupledSearch(Search):
                 (0, len(splitting.parts)), key=lambda kept: self._peak(splitting, replace(recipe, keep=kept)).total
             )
 
-        plain = [(one, _plain(one, name)) for one in self._few()[:-3:-1] for name in self.precisions]
+        plain = [(one, _plain(one, name)) for one in self.splittings[:-3:-1] for name in self.precisions]
         best = min((self.row_of(one, 0, way) for one, way in plain), key=lambda row: row.peak_bytes)
         splitting, recipe = self.splitting_of(best), Recipe(autocast=best.autocast)
         peak = self._peak(splitting, replace(recipe, keep=0))
@@ -204,7 +194,7 @@ class CoupledSearch(Search):
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget, those that were found, and the smallest."""
-        few = [(one, len(one.parts), _plain(one, name)) for name in self.precisions for one in self._few()[::2]]
+        few = [(one, len(one.parts), _plain(one, name)) for name in self.precisions for one in self.splittings[::2]]
         found = [self.row_of(one, kept, way) for one, count, way in few for kept in (0, -(-count // 2))]
         within = [row for row in found if self.profiles.is_fake or row.peak_bytes <= self._budget]
         return [*self._found, *within, self.smallest()]

@@ -27,7 +27,6 @@ from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit, SizeLimit
-from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -36,58 +35,15 @@ _MOST = 16  # plans that are kept
 _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
 
 
-class PlannedLimit(OwnSizeLimit):
-    """The size of micro-batches as a plan says, and smaller plans when memory runs out."""
-
-    def __init__(self, follower: "Follower") -> None:
-        super().__init__(None)
-        self._owner = Owner(follower)
-
-    def shrink(self, tried: float) -> None:
-        """Takes a smaller plan after memory ran out."""
-        size = self._owner().smaller_plan()
-        super().shrink(tried)
-        if size is not None:
-            self.value = size
-
-    def relieve(self) -> bool:
-        """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
-        size = self._owner().smaller_plan()
-        if size is not None:
-            self.value = size
-        return size is not None
-
-    def look_again(self) -> None:
-        """Takes another plan if the step, which may run other operations now, would need more with this one."""
-        self._owner().look_again()
-
-    def resolve(self, largest: float) -> None:
-        """Notes a logical batch that went through."""
-        owner = self._owner()
-        owner.has_split = owner.has_split or (owner.plan is not None and owner.plan.chosen.micro_batches > 1)
-        if not (owner.is_on_first_plan and self.value == self.ceiling):
-            self._note_quiet(largest)
-
-    def _grow(self, largest: float) -> None:
-        """Returns to the first plan; sizes between the two were planned by nobody, so it does not go step by step."""
-        self._owner().first_plan_again()
-        self.value = self.ceiling
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what ``state_dict`` gave."""
-        super().load_state_dict(state)
-        if state["value"] is not None:
-            self.value = state["value"]
-
-
-class Follower:
-    """The plan that a step follows.
+class Follower(OwnSizeLimit):
+    """The plan that a step follows: the size of its micro-batches, and smaller plans when memory runs out.
 
     ``memory`` is ``None`` to follow the given plan only, and ``plan`` to make one on the first batch. ``subject_of``
     describes the step for a logical batch.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
+        super().__init__(None)
         self.on_plan: Callable[[], None] | None = None  # is called when a plan was made
         self._subject_of = subject_of
         self._memory = memory
@@ -106,12 +62,46 @@ class Follower:
         # Batches of many short samples and of few long ones may come in turn, and phases that train other parameters.
         self._made: list[tuple[Plan, frozenset[int]]] = []
         self.plan = plan  # in force; ``None`` before the first batch
-        self.limit = PlannedLimit(self)
         if plan is not None:
             self._take(plan)
 
     may_grow = False
     """Whether sizes change from batch to batch while nothing runs out of memory."""
+
+    def shrink(self, tried: float) -> None:
+        """Takes a smaller plan after memory ran out."""
+        size = self._smaller_plan()
+        super().shrink(tried)
+        if size is not None:
+            self.value = size
+
+    def relieve(self) -> bool:
+        """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
+        size = self._smaller_plan()
+        if size is not None:
+            self.value = size
+        return size is not None
+
+    def resolve(self, largest: float) -> None:
+        """Notes a logical batch that went through."""
+        self.has_split = self.has_split or (self.plan is not None and self.plan.chosen.micro_batches > 1)
+        if not (self.is_on_first_plan and self.value == self.ceiling):
+            self._note_quiet(largest)
+
+    def _grow(self, largest: float) -> None:
+        """Returns to the first plan; sizes between the two were planned by nobody, so it does not go step by step."""
+        if self._first is not None and self.plan is not self._first:
+            self.plan = self._first
+            if self._subject is not None:
+                self._hand_over(self._subject)
+            logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
+        self.value = self.ceiling
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what ``state_dict`` gave."""
+        super().load_state_dict(state)
+        if state["value"] is not None:
+            self.value = state["value"]
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
@@ -229,7 +219,7 @@ class Follower:
             self.plan = None
         elif self._first is not None and self._first.chosen.needed_bytes > budget:
             self._first = plan
-            self.limit.ceiling = plan.micro_batch_size
+            self.ceiling = plan.micro_batch_size
 
     def _reason_to_plan(self, subject: Subject, clear: Callable[[], None]) -> str:
         splittable = subject.splittable
@@ -252,7 +242,7 @@ class Follower:
         if self._planner is None or self.plan is None:
             return ""
         clear()  # micro-batches of a shape that is new may run for real
-        return self._planner.outgrown_parts(splittable, self.limit.value, self.plan.chosen)
+        return self._planner.outgrown_parts(splittable, self.value, self.plan.chosen)
 
     def keep_whole(self, refusal: NotSplittable) -> None:
         """Has batches run whole from now on, if they may, since they can't be split."""
@@ -295,9 +285,9 @@ class Follower:
 
     def _take(self, plan: Plan) -> None:
         self.plan = plan
-        self.limit.value = self.limit.ceiling = plan.micro_batch_size
+        self.value = self.ceiling = plan.micro_batch_size
 
-    def smaller_plan(self) -> float | None:
+    def _smaller_plan(self) -> float | None:
         """Plans for less than the plan in force takes, since memory ran out with it.
 
         Gives the size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
@@ -331,7 +321,7 @@ class Follower:
             DoesNotFit: nothing fits into the budget.
         """
         subject, plan = self._subject, self.plan
-        if subject is None or plan is None or self._memory is None or self.limit.value != plan.micro_batch_size:
+        if subject is None or plan is None or self._memory is None or self.value != plan.micro_batch_size:
             return  # nobody planned sizes that were halved
         with _apart(subject):
             subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
@@ -371,14 +361,6 @@ class Follower:
         """Whether the plan in force is the one for the whole budget."""
         return self.plan is self._first
 
-    def first_plan_again(self) -> None:
-        """Returns to the first plan after a quiet while."""
-        if self._first is not None and self.plan is not self._first:
-            self.plan = self._first
-            if self._subject is not None:
-                self._hand_over(self._subject)
-            logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
-
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Runs with the memory optimizations of the plan in force."""
         row = self.plan.chosen if self.plan is not None else None
@@ -402,7 +384,7 @@ class Follower:
             for place in places:
                 if learns:
                     forget_peaks(place)
-                stack.enter_context(reserving_at_most(budget, place, until_update=True))
+                stack.enter_context(reserving_at_most(budget, place))
             yield
         if learns:
             self._confirmed += 1
@@ -429,7 +411,7 @@ class Follower:
             release_cache()  # of blocks of other sizes
             self._take(self._first)
 
-    def state_dict(self) -> dict[str, Any]:
+    def plan_state(self) -> dict[str, Any]:
         """The plans, as plain values."""
         return {
             "plan": None if self.plan is None else self.plan.to_dict(),
@@ -437,15 +419,15 @@ class Follower:
             "rows": self._rows,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the plans that ``state_dict`` gave; they are checked on the next batch."""
+    def load_plan_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the plans that ``plan_state`` gave; they are checked on the next batch."""
         self.plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         is_first = state["first"] == state["plan"]
         self._first = self.plan if is_first or state["first"] is None else Plan.from_dict(state["first"])
         self._rows = state["rows"]
         self._is_checked = False
         if self._first is not None:
-            self.limit.ceiling = self._first.micro_batch_size
+            self.ceiling = self._first.micro_batch_size
 
 
 @contextlib.contextmanager
@@ -497,4 +479,4 @@ def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> No
         finally:
             follower.release()
     if limit.ceiling is None or follower.may_grow:
-        limit.value = limit.ceiling = follower.limit.value
+        limit.value = limit.ceiling = follower.value

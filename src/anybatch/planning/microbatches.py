@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.batch.batches import Part, Splittable, split
-from anybatch.batch.layout import PLAIN, Branch, Constant, Node, Rows, rows_of
+from anybatch.batch.layout import PLAIN, Constant, Rows, rows_of
 from anybatch.batch.trees import leaves, map_leaves, tensors_within
 from anybatch.batch.writes import Writes, differ, own_array, writable
 from anybatch.loss.sequence import OverTime
@@ -215,23 +215,12 @@ def lengths_by_shape(shapes: tuple[Shape, ...]) -> tuple[dict[Shape, int], bool]
 def part_of_window(splittable: Splittable, part: Part) -> Any:
     """A micro-batch of as many samples as a part, of the batch that its first sample is in."""
     stops = list(accumulate(layout.rows for layout in splittable.layouts))
-    layout, samples = splittable.layouts[bisect_right(stops, part.samples[0])], len(part.samples)
+    number, samples = bisect_right(stops, part.samples[0]), len(part.samples)
+    layout = splittable.layouts[number]
     if samples > layout.rows:
-        return _gathered(layout.root, [place % layout.rows for place in range(samples)])
+        return splittable.chosen([place % layout.rows for place in range(samples)], number).whole()
     found = next(split(layout, [samples, layout.rows - samples]))
     return writable(found) if splittable.is_copied else found
-
-
-def _gathered(node: Node, samples: list[int]) -> Any:
-    """Any samples of a batch of tensors, lists and arrays, as copies."""
-    if isinstance(node, Branch):
-        return node.container.rebuild([_gathered(child, samples) for child in node.children])
-    value = node.value
-    if isinstance(node, Constant):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach()[torch.tensor(samples, device=value.device)].requires_grad_(value.requires_grad)
-    return type(value)(value[i] for i in samples) if isinstance(value, (list, tuple)) else value[samples]
 
 
 def _is_cut_plainly(node: Rows | Constant) -> bool:

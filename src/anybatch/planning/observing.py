@@ -9,6 +9,7 @@ with each measured step.
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, reser
 from anybatch.batch.batches import Splittable
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import storages_of
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, budget_of, target_of, usable_bytes
 from anybatch.planning.fingerprints import outgrown, shapes_of
@@ -27,10 +28,11 @@ from anybatch.planning.following import Follower
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan, PlanRow
+from anybatch.tensors.dispatch import Mode
+from anybatch.tensors.dispatch import tensors_in as tensors_among
 from anybatch.tensors.shards import is_sharded
 from anybatch.units import format_bytes
 from anybatch.update.transaction import OwnSizeLimit
-from anybatch.update.weakmethods import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -71,63 +73,48 @@ class Seen(NamedTuple):
         return found if found >= 1 or self.samples == 1 else 1
 
 
-class ObservedLimit(OwnSizeLimit):
-    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out."""
+class Observing(OwnSizeLimit):
+    """What a step on a model in parts follows in the place of a plan; ``subject_of`` describes it for a batch.
 
-    def __init__(self, follower: "Observing") -> None:
-        super().__init__(None)
-        self._owner = Owner(follower)
-        self.most: int | None = None  # after memory ran out, until it was quiet for a while
-
-    def shrink(self, tried: float) -> None:
-        """Halves the size after memory ran out."""
-        super().shrink(tried)
-        self.most = int(self.value or 1)
-        self._owner().measure_again()
-
-    def gather(self) -> None:
-        """Measures anew, as other steps follow."""
-        self.value = self._owner().begin_again()
-
-    def resolve(self, largest: float) -> None:
-        """Notes a logical batch that went through; the next size follows from what was seen."""
-        if self.most is not None:
-            self._note_quiet(largest)
-
-    def _grow(self, largest: float) -> None:
-        """Has larger micro-batches tried again."""
-        self.most = None
-        self._owner().measure_again()
-
-
-class Observing:
-    """What a step on a model in parts follows in the place of a plan; ``subject_of`` describes it for a batch."""
+    The size of micro-batches follows from what was seen, and is less when memory runs out.
+    """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
+        super().__init__(None)
         self._subject_of = subject_of
         self._memory = memory
         self._budget = self._usable = self._rows = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._seen: Seen | None = None
-        self._quiet = 0
+        self._unchanged = 0  # measured steps in a row
+        self._most: int | None = None  # samples after memory ran out, until it was quiet for a while
         self._subject: Subject | None = None
         self.on_plan: Callable[[], None] | None = None  # no plan is made, whose operations may be others later
         self.plan: Plan | None = None  # the size of micro-batches in force, and what they took
-        self.limit = ObservedLimit(self)
 
     @property
     def may_grow(self) -> bool:
         """Whether sizes may still change from batch to batch."""
-        return self._quiet < _UNCHANGED
+        return self._unchanged < _UNCHANGED
 
-    def begin_again(self) -> int:
-        """Forgets what was seen; gives the size to begin with."""
-        self._seen, self._quiet = None, 0
-        return FIRST
+    def shrink(self, tried: float) -> None:
+        """Halves the size after memory ran out, and measures again."""
+        super().shrink(tried)
+        self._most = int(self.value or 1)
+        self._unchanged = 0
 
-    def measure_again(self) -> None:
-        """Measures the next steps, since the size may change."""
-        self._quiet = 0
+    def gather(self) -> None:
+        """Measures anew, as other steps follow."""
+        self._seen, self._unchanged, self.value = None, 0, FIRST
+
+    def resolve(self, largest: float) -> None:
+        """Notes a logical batch that went through; the next size follows from what was seen."""
+        if self._most is not None:
+            self._note_quiet(largest)
+
+    def _grow(self, largest: float) -> None:
+        """Has larger micro-batches tried again."""
+        self._most, self._unchanged = None, 0
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Chooses the size of the micro-batches of a logical batch.
@@ -158,11 +145,11 @@ class Observing:
         if not self._shapes or (why := outgrown(self._shapes, shapes)):
             if self._shapes:
                 logger.info("measuring again: %s", why)
-                self.begin_again()
+                self._seen, self._unchanged = None, 0
             self._shapes = shapes
         self._usable = usable_bytes(self._budget, target, "measured") - subject.bytes_beside
         if splittable.rows > self._rows:
-            self._rows, self._quiet = splittable.rows, 0
+            self._rows, self._unchanged = splittable.rows, 0
         self._choose_size(subject, target)
 
     def _choose_size(self, subject: Subject, target: Target) -> None:
@@ -175,8 +162,8 @@ class Observing:
             if not size:
                 raise self._does_not_fit(held + seen.needs(splittable.rows, gradients))
             size = size if self.may_grow else min(size, seen.samples)
-        size = max(1, min(size, self.limit.most or size, int(splittable.largest)))
-        self.limit.value = size
+        size = max(1, min(size, self._most or size, int(splittable.largest)))
+        self.value = size
         parts, taken = len(splittable.plan(size)), 0 if seen is None else seen.bytes
         row = PlanRow(size, parts, peak_bytes=held + taken, confidence="measured")
         self.plan = Plan(row, budget=self._budget, samples=splittable.rows, device=target.name)
@@ -199,7 +186,7 @@ class Observing:
         before = _before(self._subject)
         if is_accelerator(device):
             forget_peaks(device)
-            with reserving_at_most(self._budget, device, until_update=True):
+            with reserving_at_most(self._budget, device):
                 yield
             peak = memory_of(device).peak_allocated
         else:
@@ -212,9 +199,9 @@ class Observing:
     def _note(self, peak: int, before: int) -> None:
         if self.plan is None or self._subject is None:
             return
-        parts = self._subject.splittable.plan(self.limit.value)
+        parts = self._subject.splittable.plan(self.value)
         samples = max(len(part.samples) for part in parts)
-        self._quiet = self._quiet + 1 if self._seen is not None and self._seen.samples == samples else 0
+        self._unchanged = self._unchanged + 1 if self._seen is not None and self._seen.samples == samples else 0
         self._seen = Seen(samples, peak - before, len(parts))
         row = replace(self.plan.chosen, micro_batch_size=samples, micro_batches=len(parts), peak_bytes=peak)
         self.plan = replace(self.plan, chosen=row)
@@ -236,38 +223,41 @@ class Observing:
         """Lets go of the logical batch."""
         self._subject = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def plan_state(self) -> dict[str, Any]:
         """What was seen, as plain values."""
         seen = None if self._seen is None else tuple(self._seen)
-        growth = {"seen": seen, "quiet": self._quiet, "most": self.limit.most}
+        growth = {"seen": seen, "quiet": self._unchanged, "most": self._most}
         return {"shapes": dict(self._shapes), "rows": self._rows, "growth": growth}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what ``state_dict`` gave, or measures anew if a plan was saved."""
+    def load_plan_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what ``plan_state`` gave, or measures anew if a plan was saved."""
         if "growth" not in state:
             return
         self._shapes, self._rows, growth = dict(state["shapes"]), state["rows"], state["growth"]
         self._seen = None if growth["seen"] is None else Seen(*growth["seen"])
-        self._quiet, self.limit.most = growth["quiet"], growth["most"]
+        self._unchanged, self._most = growth["quiet"], growth["most"]
 
 
-class _Peak(LiveBytes):
+class _Peak(Mode):
     """The most bytes alive after any operation, where storages shrink and grow, as those of gathered parameters do."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__(tensors)
-        self.most = self.live_bytes()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+        self._look(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and looks at all storages."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self.live_bytes())
+        result = func(*args, **(kwargs or {}))
+        self._look(tensors_among([result]))
         return result
 
-    def live_bytes(self) -> int:
-        """The bytes that are alive now."""
-        storages = [reference() for _, reference in list(self._alive.values())]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+    def _look(self, made: list[torch.Tensor]) -> None:
+        self._known.update((storage._cdata, weakref.ref(storage)) for one in made for storage in storages_of(one))
+        alive = [(key, storage) for key, reference in self._known.items() if (storage := reference()) is not None]
+        self._known = {key: self._known[key] for key, _ in alive}
+        self.most = max(self.most, sum(storage.nbytes() for _, storage in alive if storage.device.type != "meta"))
 
 
 def _before(subject: Subject) -> int:

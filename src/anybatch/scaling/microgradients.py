@@ -1,10 +1,9 @@
 """Norms of each micro-batch's gradient, measured while gradients are accumulated, without a buffer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
 from torch.autograd.graph import get_gradient_edge
 
 from anybatch.batch.batches import Part
@@ -194,23 +193,7 @@ def _joined(norms: Sequence[torch.Tensor], home: torch.device) -> torch.Tensor:
 
 
 def _norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    return total_norm(list(_joined_where_small(map(_entries, gradients))))
-
-
-def _joined_where_small(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The gradients, with small CPU tensors concatenated: separate norms take several times as long there."""
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    held = 0
-    for gradient in gradients:
-        if type(gradient) is torch.Tensor and gradient.is_cpu and (size := gradient.nbytes) <= _SMALL:
-            small.setdefault(gradient.dtype, []).append(gradient)
-            held += size
-            if held >= _HELD:
-                yield from map(_flatten_dense_tensors, small.values())
-                small, held = {}, 0
-        else:
-            yield gradient
-    yield from map(_flatten_dense_tensors, small.values())
+    return total_norm(list(map(_entries, gradients)))
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,7 +11,6 @@ from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
 from anybatch.torch_private import (
     NOBODY_IS_ASKED,
@@ -24,9 +23,9 @@ from anybatch.torch_private import (
 )
 
 __all__ = [
-    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
-    "has_numbers", "item_of", "nobody_looks", "unseen",
-    "without_modes", "without_user_modes",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "function_modes_paused", "function_modes_resumed",
+    "has_numbers", "item_of", "nobody_looks", "tensors_in", "unseen",
+    "without_modes", "without_user_modes", "written_by",
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -43,6 +42,33 @@ def has_numbers(tensor: torch.Tensor) -> bool:
         (True, False)
     """
     return not tensor.is_meta and type(tensor).__name__ not in NUMBERLESS
+
+
+def tensors_in(values: Iterable[Any]) -> list[Any]:
+    """The tensors among some values, nested lists and tuples included."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors among the arguments of an operation that it writes to, as its schema says.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> [one is x for one in written_by(torch.ops.aten.add_.Tensor, (x, torch.ones(2)), {})]
+        [True]
+    """
+    if not func._schema.is_mutable:
+        return []
+    written = [
+        (at, one.name) for at, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write
+    ]
+    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in written])
 
 
 class Mode(TorchDispatchMode):

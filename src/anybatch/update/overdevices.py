@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part
+from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
@@ -163,8 +164,16 @@ class OverDevices:
         for leaf, gradient in found:
             leaf.grad = gradient
         if found:
+            shape = tuple(found[0][0].shape)
+            given = (one for batch in self.task.splittable.batches for one in leaves(batch, "batch"))
+            if label := next((label for label, _, one in given if one is found[0][0]), ""):
+                raise LossError(
+                    f"with devices= {label} of shape {shape} requires a gradient, and only parameters of the model get "
+                    "one. If it is trained, hold it in the model, as in torch.nn.Embedding, and put its indices into "
+                    "the batch; else detach it before the step, and have the loss call requires_grad_() on its part"
+                )
             raise LossError(
-                f"with devices= the loss reaches {len(found)} leaves, the first of shape {tuple(found[0][0].shape)}, "
+                f"with devices= the loss reaches {len(found)} leaves, the first of shape {shape}, "
                 "that are parameters neither of the model that is passed to loss_fn nor of a loss that is a module; "
                 "only these are copied to each device. Make them parameters of the model, or make loss_fn a "
                 "torch.nn.Module that has them"

@@ -13,7 +13,7 @@ from torch import nn
 import anybatch
 import reference
 from anybatch.loss.pieces import Place
-from anybatch.memory.meter import LiveBytes
+from live_bytes import LiveBytes
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent
 
 ROWS = 4

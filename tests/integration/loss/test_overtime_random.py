@@ -12,6 +12,7 @@ from torch import nn
 import anybatch
 import reference
 from anybatch.loss.states import ChunkCall
+from anybatch.memory import checkpointing
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent, translator
 
 Draws = list[torch.Tensor]
@@ -205,13 +206,14 @@ def test_buffers_are_changed_as_in_the_loop() -> None:
     reference.assert_float64(found, reference.gradients_of(model))
 
 
-def test_dropout_between_layers_of_cudnn_is_refused() -> None:
+def test_dropout_between_layers_of_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "has_cudnn", lambda device: True)
     rnn = nn.LSTM(4, 4, 2, dropout=0.1)
     with pytest.raises(anybatch.NotSplittable, match="cuDNN") as caught:
-        ChunkCall(len, None, [nn.Linear(1, 1), rnn], {}).refuse_hidden_dropout(on_cuda=True)
+        ChunkCall(len, None, [nn.Linear(1, 1), rnn], {}).refuse_hidden_dropout()
     assert caught.value.modules == ("LSTM",) or list(caught.value.modules) == ["LSTM"]
     quiet = [nn.LSTM(4, 4, 1), nn.LSTM(4, 4, 2), rnn.eval(), nn.GRU(4, 4)]
-    ChunkCall(len, None, quiet, {}).refuse_hidden_dropout(on_cuda=True)
+    ChunkCall(len, None, quiet, {}).refuse_hidden_dropout()
 
 
 @pytest.mark.gpu

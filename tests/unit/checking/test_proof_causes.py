@@ -185,6 +185,28 @@ def test_a_mean_over_positives_is_no_sum_where_few_samples_have_one() -> None:
     assert "is a sum over the samples" not in str(refused.value)
 
 
+def test_a_part_that_divides_by_nothing_is_not_infinitely_off() -> None:
+    def over_events(model: Any, batch: Any) -> Any:
+        events = (batch["y"] == 0).float()
+        return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * events).sum() / events.sum()
+
+    torch.manual_seed(0)
+    batch = rows(12)
+    batch["y"] = torch.tensor([0, 0, 0, *[1] * 9])
+    with pytest.raises(anybatch.NotSplittable, match=r"than whole \(one is not finite\)"):
+        anybatch.backward(net(), over_events, batch, micro_batch_size=4)
+
+
+def test_a_loss_that_is_none_is_no_samples_that_need_others(caplog: pytest.LogCaptureFixture) -> None:
+    def each(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    with pytest.raises(anybatch.LossError, match="reduce it to the mean"):
+        anybatch.backward(net(), each, rows(12), micro_batch_size=4)
+    assert "without the others" not in caplog.text
+    assert "can't be run (LossError: the loss has shape" in caplog.text
+
+
 def test_a_proof_says_that_numbers_are_drawn_outside_torch() -> None:
     numbers = np.random.default_rng(0)
 

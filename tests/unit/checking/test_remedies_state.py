@@ -69,10 +69,26 @@ def test_of_the_logarithm_of_a_mean() -> None:
         made: torch.Tensor = model(batch["x"]).square().sum(1)
         return made
 
-    lines = (WHOLE, COUPLED, "loss = items.log().mean()")
+    lines = (WHOLE, COUPLED, "loss = items.log().mean()", "return anybatch.Mean(total, number)")
     said(check(linear(), lambda m, b: items(m, b).mean().log(), vectors()), *lines)
     assert check(linear(), Coupled(items, lambda m, out: out.mean().log()), vectors()).exact
     assert check(linear(), lambda m, b: items(m, b).log().mean(), vectors()).exact
+
+
+def test_of_a_number_of_items_with_a_bound() -> None:
+    """A part without positives reaches it, and then counts as much as one with one."""
+    batch = {**vectors(), "positive": torch.arange(12) < 5}
+
+    def total(model: Any, batch: Batch) -> torch.Tensor:
+        there = batch["positive"].to(batch["x"].dtype)
+        return F.binary_cross_entropy_with_logits(model(batch["x"])[:, 0], there, reduction="sum")
+
+    def bounded(model: Any, batch: Batch) -> torch.Tensor:
+        return total(model, batch) / batch["positive"].sum().clamp(min=1)
+
+    others = (WHOLE, COUPLED, "loss = items.log().mean()")
+    said(check(linear(), bounded, batch), *others, "return anybatch.Mean(total, number)")
+    assert check(linear(), lambda m, b: Mean(total(m, b), b["positive"].sum()), batch).exact
 
 
 @follows("empty part")

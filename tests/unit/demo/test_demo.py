@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from anybatch.demo import comparison, corpus, facts, presentation, training, transformer
 from anybatch.errors import DoesNotFit
-from anybatch.memory import meter
 from anybatch.records.plans import Plan
 from anybatch.report import frontier
 from anybatch.report.svg import Curve, bar_chart, line_chart
@@ -205,30 +204,6 @@ def test_training_as_planned_holds_what_was_predicted(text: corpus.SourceText, p
     assert planned.peak_bytes <= planned.budget
     # The plan counts the largest micro-batch with the gradients of the others, though the last one may be smaller.
     assert 0.9 * planned.peak_bytes < curve.peak_bytes < 1.0001 * planned.peak_bytes
-
-
-def test_live_bytes_count_each_storage_once_and_forget_what_is_freed() -> None:
-    kept = torch.zeros(100)
-    live = meter.LiveBytes([kept, kept.view(10, 10)])
-    assert (live.current, live.peak) == (400, 400)
-    with live:
-        first = kept + 1
-        view = first[:10]
-        del first
-        assert live.current == 800  # the view still holds all of it
-        del view
-        assert live.current == 400
-        kept.add_(1)
-    assert (live.current, live.peak) == (400, 800)
-
-
-def test_live_bytes_see_what_the_backward_makes() -> None:
-    weight = torch.zeros(1000, requires_grad=True)
-    live = meter.LiveBytes([weight])
-    with live:
-        (weight * 2.0).exp().sum().backward()
-    assert live.current == 8000  # the weight and its gradient
-    assert live.peak >= 12_000
 
 
 # Training.

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.memory.meter import LiveBytes
 from anybatch.parallel.devices import ModelCopy
 from anybatch.update import overdevices
 from device_models import THREE, devices_of, step_of
+from live_bytes import LiveBytes
 
 ROWS, WIDTH, CLASSES = 48, 16, 400
 

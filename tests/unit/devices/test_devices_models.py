@@ -194,6 +194,25 @@ def test_a_loss_that_uses_parameters_of_another_place_is_refused() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_leaf_of_the_batch_that_requires_a_gradient_belongs_into_the_model() -> None:
+    def of_codes(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["code"] + batch["x"]), batch["y"])
+
+    def of_model(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model[1](model[0](batch["index"]) + batch["x"]), batch["y"])
+
+    batch = batch_of(9)
+    codes = torch.randn_like(batch["x"]).requires_grad_()
+    with pytest.raises(anybatch.LossError, match=r"batch\['code'\] of shape \(9, \d+\) requires a gradient"):
+        step_of(small(), of_codes, devices=TWO, micro_batch_size=2)({**batch, "code": codes})
+    assert codes.grad is None
+    model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(codes.detach(), freeze=False), small())
+    batch["index"] = torch.arange(9)
+    expected, _ = whole_gradients(model, of_model, batch)
+    step_of(model, of_model, devices=TWO, micro_batch_size=2)(batch)
+    assert_float64(gradients_of(model), expected)
+
+
 def test_only_some_tensors_get_a_gradient() -> None:
     model = small()
     wanted = list(model[3].parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from test_doctor_ask import answer, asked, nothing_was_compiled
 
@@ -68,6 +68,48 @@ def test_a_frozen_table_of_noise_is_told_and_one_that_knows_or_learns_is_not() -
 )  # fmt: skip
 def test_a_frozen_table_is_not_told_of_where_it_is_not_what_is_missing(train: Callable[[], None]) -> None:
     assert answer(train, "frozen") == "no"
+
+
+class Sentences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A data set of a class of its own, of which only the batches that were given are known."""
+
+    def __init__(self) -> None:
+        self.x = torch.randint(0, WORDS, (2500, 12))
+        self.y = (self.x < 10).sum(1).gt((self.x >= WORDS - 10).sum(1)).float()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[at], self.y[at]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.out = nn.Embedding(WORDS, 16), nn.GRU(16, 24, batch_first=True), nn.Linear(24, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.out(self.body(self.table(tokens))[0].mean(1)).squeeze(1)
+        return made
+
+
+@pytest.mark.parametrize(("is_frozen", "expected"), [(True, "yes"), (False, "no")])
+def test_a_body_that_was_frozen_as_it_was_drawn_is_told_of_binary_labels(is_frozen: bool, expected: str) -> None:
+    def train() -> None:
+        net = Recurrent()
+        for part in (net.table, net.body) if is_frozen else ():
+            part.requires_grad_(False)
+        optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad], lr=3e-3)
+        for _ in range(3):
+            for x, y in DataLoader(Sentences(), 50, shuffle=True):
+                optimizer.zero_grad()
+                F.binary_cross_entropy_with_logits(net(x), y).backward()
+                optimizer.step()
+
+    found = asked(train, "frozen")[-1]
+    assert found.answer == expected
+    assert not found.evidence.get("table")
 
 
 Syncs = Callable[[nn.Module, nn.Module], object]

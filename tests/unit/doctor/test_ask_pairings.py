@@ -245,6 +245,16 @@ def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: floa
     assert answer(lambda: train(net, step), "start") == expected
 
 
+def test_all_parameters_drawn_far_too_large_are_told_with_their_biases() -> None:
+    torch.manual_seed(0)
+    net = wide(0.1)
+    for one in net.parameters():
+        nn.init.normal_(one, std=10.0)
+    step = lambda: F.cross_entropy(net(torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
+    (found,) = [one for one in asked(lambda: train(net, step), "start") if one.answer == "yes"]
+    assert {*found.evidence["names"]} >= {"0.weight", "0.bias", "2.weight"}
+
+
 @pytest.mark.parametrize(("std", "names"), [(1.5, ["0.weight", "2.weight"]), (0.1, ["2.weight"])])
 def test_layers_that_were_drawn_alike_are_named_together(std: float, names: list[str]) -> None:
     torch.manual_seed(0)
@@ -269,6 +279,36 @@ def test_large_targets_are_no_large_weights() -> None:
     net = wide(0.1)
     step = lambda: F.mse_loss(net(torch.randn(64, 16))[:, 0], 50 + torch.randn(64))  # noqa: E731
     assert answer(lambda: train(net, step), "start") == "no"
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a line": lambda x: x[:, 0] + torch.randn(len(x)),
+    "a product": lambda x: 2 * x[:, 0] * x[:, 1],
+    "other rows": lambda x: x[torch.randperm(len(x)), 0],
+    "the row before": lambda x: x[:, 0].roll(1),
+    "one number": lambda x: torch.ones(len(x)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("a line", "no"),
+        ("a product", "no"),
+        ("other rows", "yes"),
+        ("the row before", "yes"),
+        ("one number", "unknown"),
+    ],
+)
+def test_numbers_of_other_rows_are_unrelated_and_those_that_are_hard_are_not(kind: str, expected: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def step() -> Tensor:
+        x = torch.randn(96, 4)
+        return F.mse_loss(net(x).squeeze(1), NUMBERS[kind](x))
+
+    assert answer(lambda: train(net, step, 12), "labels") == expected
 
 
 class Named(Dataset[Tensor]):

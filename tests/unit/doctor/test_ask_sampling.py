@@ -126,6 +126,36 @@ def test_the_noise_that_sampling_begins_with_is_that_of_the_training(
     assert [one.answer for one in found] == expected, found
 
 
+def of_one_level(given: Callable[[torch.Tensor], object], *, every: int = 1) -> None:
+    """Trains a net that gets what stands for the level, and samples with all of them."""
+    net = Ideal()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for _ in range(24):
+        t, noise = torch.randint(1, STEPS + 1, (128,)), torch.randn(128, 4)
+        kept = cosine(t / STEPS)[:, None]
+        optimizer.zero_grad()
+        (net(kept.sqrt() + (1 - kept).sqrt() * noise, given(t)) - noise).square().mean().backward()
+        optimizer.step()
+    sampled(net, cosine, every=every)
+
+
+@pytest.mark.parametrize(
+    ("given", "every", "expected"),
+    [
+        (torch.zeros_like, 1, ["yes"]),
+        (lambda t: t[:1].expand(128), 1, []),  # one for all rows, and another one in each step
+        (lambda t: t, 1, []),
+        (lambda t: torch.zeros(1), 1, []),  # one number may be a switch
+        (torch.zeros_like, 8, []),  # few calls are no loop of sampling
+    ],
+)
+def test_a_level_that_was_one_and_the_same_in_training_is_told(
+    given: Callable[[torch.Tensor], object], every: int, expected: list[str]
+) -> None:
+    found = asked(lambda: of_one_level(given, every=every), "sampling level")
+    assert [one.answer for one in found] == expected, found
+
+
 @pytest.mark.parametrize(
     ("schedule", "sample", "expected"),
     [

@@ -38,11 +38,13 @@ def test_the_logarithm_of_a_rate_is_what_a_poisson_loss_takes() -> None:
     assert answer(lambda: counts(torch.tanh, is_log=True), "rates") == "no"
 
 
-def denoises(compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], same: bool, wide: int = 8) -> None:
+def denoises(
+    compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], same: bool, wide: int = 8, numbers: int = 256
+) -> None:
     net = nn.Linear(wide, wide)
     optimizer = torch.optim.Adam(net.parameters())
     for _ in range(4):
-        x = torch.randn(256 // wide, wide)
+        x = torch.randn(numbers // wide, wide)
         noise = torch.randn_like(x)
         noisy = 0.8 * x + 0.6 * (noise if same else torch.randn_like(x))
         optimizer.zero_grad()
@@ -117,6 +119,11 @@ def test_noise_that_is_in_no_input_is_told(compare: Callable[[torch.Tensor, torc
 def test_noise_of_two_numbers_in_a_row_is_told() -> None:
     assert answer(lambda: denoises(F.mse_loss, same=False, wide=2), "drawn targets") == "yes"
     assert answer(lambda: denoises(F.mse_loss, same=True, wide=2), "drawn targets") == "no"
+
+
+def test_noise_of_which_one_step_has_few_numbers_is_told() -> None:
+    assert answer(lambda: denoises(F.mse_loss, same=False, wide=2, numbers=64), "drawn targets") == "yes"
+    assert answer(lambda: denoises(F.mse_loss, same=True, wide=2, numbers=64), "drawn targets") == "no"
 
 
 @pytest.mark.parametrize("compare", [in_order, of_latents, labels])

@@ -47,6 +47,46 @@ def test_a_quantiser_without_its_way_back_is_told(way: Callable[..., torch.Tenso
     assert answer(train, "quantised") == expected
 
 
+class Nearest(torch.autograd.Function):
+    """The nearest row of a table, with the gradient passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: object, z: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return table[torch.cdist(z, table).argmin(1)]
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class OfFunction(Quantised):
+    """Has its way back in a function, which may be given what has no graph."""
+
+    def __init__(self, cuts: bool) -> None:
+        super().__init__(lambda z, q: q)
+        self.cuts = cuts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.encoder(x)
+        q = Nearest.apply(z.detach() if self.cuts else z, self.table.weight)
+        return self.decoder(q), F.mse_loss(self.table(torch.zeros(ROWS).long()), z)
+
+
+@pytest.mark.parametrize(("cuts", "expected"), [(False, "no"), (True, "yes")])
+def test_a_quantiser_with_a_backward_of_its_own_is_told_where_it_gets_no_graph(cuts: bool, expected: str) -> None:
+    def train() -> None:
+        net = OfFunction(cuts)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            made, more = net(x)
+            optimizer.zero_grad()
+            (F.mse_loss(made, x) + more).backward()
+            optimizer.step()
+
+    assert answer(train, "quantised") == expected
+
+
 class Heads(nn.Module):
     """Two heads, of which both names may mean one."""
 

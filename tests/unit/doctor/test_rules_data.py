@@ -1,5 +1,6 @@
 """Rules of the family data fire on their fault and are quiet on what only looks like it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,35 @@ def test_data_order_fires_on_sorted_classes() -> None:
     loader = Epoch(loader=0, batches=80, line=5)
     run = Training(call=None, every=sorted_by_class, before=(loader,)).run()
     assert fires(run, "DATA_ORDER", "warning").fix == "DataLoader(..., shuffle=True)"
+
+
+def marks(low: Callable[[int], int], high: Callable[[int], int], *, times: int = 1) -> Training:
+    """Batches of marks of 0 and 1 from a lowest to a highest."""
+    return Training(
+        call=None,
+        every=lambda step: [
+            call(
+                function="binary_cross_entropy_with_logits", classes=0, items=32, input_shape=(32,), target_shape=(32,),
+                target_low=low(step), target_high=high(step), target_mean=(low(step) + high(step)) / 2,
+            )
+        ] * times,
+    )  # fmt: skip
+
+
+def test_data_order_fires_on_marks_that_are_all_0_and_then_all_1() -> None:
+    late = lambda step: int(step >= 12)  # noqa: E731
+    one = fires(marks(late, late).run(), "DATA_ORDER", "warning")
+    assert "of 2" in one.message
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [marks(lambda step: 0, lambda step: 1), marks(lambda step: 0, lambda step: 0),
+     marks(lambda step: step % 2, lambda step: step % 2, times=2)],
+    ids=["mixed", "one only", "pairs that belong together and others"],
+)  # fmt: skip
+def test_data_order_is_quiet_about_marks_that_are_mixed_or_meant(healthy: Training) -> None:
+    silent(healthy.run(), "DATA_ORDER")
 
 
 def borders(apart: float = 0.49, classes: int = 3) -> Training:

@@ -532,6 +532,32 @@ def of_wasted(kind: str, steps: int) -> Run:
     return of(lambda: train(Wasted(kind), lambda step: (X[:64], Y[:64]), steps))
 
 
+class Stack(nn.Module):
+    """Blocks that each give a share of the result and what is left for the next, as those of N-BEATS do."""
+
+    def __init__(self, *, is_chained: bool) -> None:
+        super().__init__()
+        self.is_chained = is_chained
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"result": nn.Linear(8, 5), "left": nn.Linear(8, 8)}) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x), 5)
+        for block in self.blocks:
+            parts: Any = block
+            total = total + parts["result"](x)
+            left = x - parts["left"](x)
+            x = left if self.is_chained else x
+        return total
+
+
+@pytest.mark.parametrize(("is_chained", "severity"), [(True, "info"), (False, "warning")])
+def test_param_unused_is_quiet_about_what_the_last_of_a_stack_leaves(is_chained: bool, severity: str) -> None:
+    run = of(lambda: train(Stack(is_chained=is_chained), lambda step: (X[:64], Y[:64]), 110))
+    fires(run, "PARAM_UNUSED", severity)
+
+
 def left_out() -> None:
     net = small()
     optimizer = torch.optim.Adam(net.parameters())
@@ -555,7 +581,7 @@ def only_watched() -> None:
         loss.backward()
         optimizer.step()
         if step == 7:
-            seen.append(float(size))
+            seen.append(size.item())
 
 
 def measured_elsewhere() -> None:

@@ -20,6 +20,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.paths import Paths
 from anybatch.records.samples import Drawn, Scored
 from number_runs import Training, fires, silent
+from versions import saved_tensors
 
 HERE = Path(__file__).name
 
@@ -300,6 +301,7 @@ def test_values_that_every_distribution_scores_on_purpose_are_not(kind: str) -> 
     assert "LOSS_BROADCAST" not in {one.name for one in doctor.findings}
 
 
+@saved_tensors
 def test_values_in_a_column_whose_scores_are_weighed_by_rewards_are_told() -> None:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)

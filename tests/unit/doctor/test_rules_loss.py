@@ -188,6 +188,21 @@ def test_softmax_dim_is_quiet_for_attention_contrast_and_time() -> None:
     silent(first.run(), "SOFTMAX_DIM")
 
 
+def of_nodes(classes: int) -> Training:
+    """A training on a graph of 300 nodes, 100 of which have a target, with attention among all of them."""
+    of = call("nll_loss", input_shape=(100, classes), target_shape=(100,), log_normalised=False, high=-3.0, low=-9.0)
+    walk = Walk(nodes=30, softmaxes=((0, 2, 300, True), (1, 2, 300, True)))
+    return Training(call=of, every=lambda step: [walk] if step % 10 == 0 else [])
+
+
+def test_softmax_dim_fires_along_nodes_beside_attention_among_them() -> None:
+    assert "over the 300" in fires(of_nodes(5).run(), "SOFTMAX_DIM", "error").message
+
+
+def test_softmax_dim_is_quiet_for_a_contrast_of_nodes() -> None:
+    silent(of_nodes(300).run(), "SOFTMAX_DIM")
+
+
 def sequences(function: str, dim: int, *, log_normalised: bool = False, high: float = -0.1) -> Training:
     """A training with a likelihood of (20, 16, 7), and with a log-softmax along a dim of it."""
     of = call(function, input_shape=(20, 16, 7), log_normalised=log_normalised, normalised=False, high=high, low=-9.0)

@@ -69,6 +69,32 @@ def test_zero_grad_missing_is_quiet_on_two_backwards_for_one_step() -> None:
     assert not findings(not_cleared(closure=True, cls="LBFGS"), "ZERO_GRAD_MISSING")
 
 
+def in_closures(*, inside: bool, backwards: int = 4) -> RunBuilder:
+    """Steps of LBFGS, with a clearing in front of each, or of each backward."""
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, cls="LBFGS", variable="opt")
+    for _ in range(5):
+        for index in range(backwards):
+            if inside or not index:
+                built.clear()
+            built.forward()
+            built.backward(numbers)
+        built.step(closure=True)
+    return built
+
+
+def test_zero_grad_missing_fires_where_a_closure_is_cleared_outside_of_it() -> None:
+    (one,) = findings(in_closures(inside=False), "ZERO_GRAD_MISSING")
+    assert "within a step, in 5 steps" in one.message
+    assert one.evidence["backwards"] == 20
+
+
+def test_zero_grad_missing_is_quiet_where_the_closure_clears_or_is_called_once() -> None:
+    assert not findings(in_closures(inside=True), "ZERO_GRAD_MISSING")
+    assert not findings(in_closures(inside=False, backwards=1), "ZERO_GRAD_MISSING")
+
+
 def test_zero_grad_missing_is_quiet_on_gradient_that_is_cleared_before_its_own_step() -> None:
     built = RunBuilder()
     g, d = built.model(("g.weight",), variable="g"), built.model(("d.weight",), root=1, variable="d")

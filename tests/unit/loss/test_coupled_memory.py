@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch
-from anybatch.memory.meter import LiveBytes
+from live_bytes import LiveBytes
 
 ROWS, SIZE, WIDTH = 256, 32, 32
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch.memory.measuring import measure
-from anybatch.memory.meter import BEFORE, LiveBytes, OverBudget, Recording, resident_bytes, storages_of
+from anybatch.memory.meter import BEFORE, OverBudget, Recording, resident_bytes, storages_of
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
+from live_bytes import LiveBytes
 from planning_referee import alive_in, peak_of
 
 KIB = 1024

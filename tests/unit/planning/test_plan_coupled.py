@@ -177,7 +177,7 @@ def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
         plan = planner.plan(budget)
         search = planner._search
         assert isinstance(search, CoupledSearch)
-        grid = [search.row_of(one, kept) for one in search._few() for kept in range(len(one.parts) + 1)]
+        grid = [search.row_of(one, kept) for one in search.splittings for kept in range(len(one.parts) + 1)]
         fitting = [row for row in grid if row.peak_bytes <= budget]
         assert fitting
         assert plan.seconds is not None

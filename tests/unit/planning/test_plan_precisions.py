@@ -23,7 +23,7 @@ def test_a_row_and_the_whole_of_a_coupled_loss_are_of_the_precision_that_is_aske
     planner = Planner(subject, target, allow=("recompute", "bfloat16"))
     planner.plan(1 << 20)
     search: Any = planner._search
-    row = search.row(Recipe(autocast="bfloat16"), search._few()[0], 1 << 20)
+    row = search.row(Recipe(autocast="bfloat16"), search.splittings[0], 1 << 20)
     assert row.autocast == "bfloat16"
     assert search.whole_bytes("bfloat16") != search.whole_bytes()
 

@@ -70,16 +70,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def test_a_limit_ends_where_an_optimizer_steps(device: Device) -> None:
     optimizer, seen = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), []
     optimizer.register_step_post_hook(lambda *_: seen.append(device.limit))
-    for until_update in (True, False):
-        with reserving_at_most(100, torch.device("cpu"), until_update=until_update):
-            assert device.limit == pytest.approx(0.1)
-            optimizer.step()
-    assert seen == [1.0, pytest.approx(0.1)]
+    with reserving_at_most(100, torch.device("cpu")):
+        assert device.limit == pytest.approx(0.1)
+        optimizer.step()
+    assert seen == [1.0]
     optimizer.step()  # nothing is left of it
 
 
 def test_a_limit_ends_with_an_error(device: Device) -> None:
-    with pytest.raises(KeyError), reserving_at_most(100, torch.device("cpu"), until_update=True):
+    with pytest.raises(KeyError), reserving_at_most(100, torch.device("cpu")):
         raise KeyError
 
 
@@ -122,7 +121,7 @@ def test_the_first_batch_under_fsdp2_is_no_thousands_of_micro_batches(monkeypatc
         monkeypatch.setattr(observing, "is_accelerator", lambda _, is_limited=is_limited: is_limited)
         monkeypatch.setattr(observing, "_before", lambda _: 0)
         follower.prepare(Splittable([torch.randn(8192, 4)]), lambda: None)
-        sizes.append(follower.limit.value)
+        sizes.append(follower.value)
     assert sizes == [2, 128]
 
 
@@ -135,20 +134,20 @@ def test_sizes_under_fsdp2_grow_back_a_quiet_while_after_memory_ran_out() -> Non
     def next_size() -> float | None:
         follower.prepare(Splittable([torch.randn(64, 4)]), lambda: None)
         with follower.confirmed(torch.device("cpu")):
-            size = follower.limit.value
-        follower.limit.resolve(64)
+            size = follower.value
+        follower.resolve(64)
         return size
 
     def quiet_after_memory_ran_out() -> int:
-        follower.limit.shrink(64)
+        follower.shrink(64)
         return next(number for number in range(200) if next_size() == 64)
 
     assert [next_size() for _ in range(6)][-1] == 64
     first = quiet_after_memory_ran_out()
     assert 20 <= first <= 40
     assert first < quiet_after_memory_ran_out() <= 2 * first + 8
-    state = follower.state_dict()
-    follower.limit.shrink(64)
+    state = follower.plan_state()
+    follower.shrink(64)
     assert next_size() == 32
-    follower.load_state_dict(state)
+    follower.load_plan_state(state)
     assert next_size() == 64

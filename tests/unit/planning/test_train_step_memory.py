@@ -168,7 +168,7 @@ def test_a_sample_that_costs_more_than_a_micro_batch_is_planned_for_again() -> N
     )  # fmt: skip
     first = step([torch.ones(5, dtype=torch.long)] * 4).plan
     assert step._follower is not None
-    step._follower.limit.value = 15
+    step._follower.value = 15
     again = step([torch.ones(length, dtype=torch.long) for length in (21, 3)]).plan
     assert again is not first
     assert again is not None

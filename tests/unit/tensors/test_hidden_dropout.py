@@ -1,7 +1,5 @@
 """Dropout between the layers of a recurrent module on CUDA is never drawn a second time in silence."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -10,16 +8,17 @@ from anybatch.memory import checkpointing
 from anybatch.memory.checkpointing import NotRecomputable, hidden_dropout, recompute
 
 
-def test_only_dropout_between_layers_in_training_is_found() -> None:
+def test_only_dropout_between_layers_in_training_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lstm = nn.LSTM(4, 4, 2, dropout=0.1)
     quiet = [nn.LSTM(4, 4, 2), nn.GRU(4, 4, 2, dropout=0.1).eval(), nn.Linear(4, 4), nn.Dropout(0.1)]
-    assert hidden_dropout([*quiet, lstm], on_cuda=True) == [lstm]
-    assert hidden_dropout([lstm]) == hidden_dropout([lstm], on_cuda=False) == []  # the CPU draws from the random state
+    assert hidden_dropout([*quiet, lstm]) == []  # the CPU draws from the random state
+    monkeypatch.setattr(checkpointing, "has_cudnn", lambda device: True)
+    assert hidden_dropout([*quiet, lstm]) == [lstm]
 
 
 def test_a_block_with_it_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.LSTM(4, 4, 2, dropout=0.1), nn.Flatten())
-    monkeypatch.setattr(checkpointing, "hidden_dropout", functools.partial(hidden_dropout, on_cuda=True))
+    monkeypatch.setattr(checkpointing, "has_cudnn", lambda device: True)
     with (
         recompute(model, ["0"]),
         pytest.raises(NotRecomputable, match=r"the block '0' can't be recomputed: LSTM\(num_layers=2, dropout=0.1\)"),

@@ -60,8 +60,11 @@ def _against_values(
         return
     with contextlib.suppress(Unknown):
         calls = _calls(of_actor, own)
-        _, slopes = _slopes(of_actor, calls, initial)
+        # by its last loss alone: since its step before, the critic has been trained, too
+        run, _, _ = _at_first(of_actor, initial)
         loss = of_actor.losses[-1]
+        found = _differentiated(loss.weight * run.values[loss.slot].sum(), [run.values[score] for _, score in calls])
+        slopes = _sums(found)
         wrong = bool(slopes) and all(one >= 0 for one in slopes) and any(slopes)
         yield told("small value", loss, answer="yes" if wrong else "no", **evidence)
 
@@ -183,8 +186,12 @@ def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tu
     run, ends, _ = _at_first(tape, initial)
     given = [run.values[one].detach().double() for one, _ in calls]
     found = _differentiated(ends, [run.values[score] for _, score in calls])
-    slopes = [0.0 if one is None or _cancels(one) else float(one.double().sum()) for one in found]
+    slopes = _sums(found)
     return [torch.cat((one.mean(0, keepdim=True), one.std(0, keepdim=True))) for one in given], slopes
+
+
+def _sums(slopes: Sequence[torch.Tensor | None]) -> list[float]:
+    return [0.0 if one is None or _cancels(one) else float(one.double().sum()) for one in slopes]
 
 
 def _cancels(slope: torch.Tensor) -> bool:

@@ -238,14 +238,14 @@ def _source(step: Step, slot: Slot) -> tuple[set[Slot], Slot]:
 def _is_unseen(slot: Slot, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     noise = step.leaves[slot]
-    count = noise.numel()
     alike = [one for one in made_of & step.inputs
              if step.leaves[one].shape == noise.shape and step.leaves[one].is_floating_point()]  # fmt: skip
-    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
+    drawn = torch.cat([one.flatten() for (one,) in _both_steps(step, slot)])
+    if not alike or len(drawn) < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(drawn):
         return False
     if any(_traces(list(_both_steps(step, slot, one))) for one in alike):
         return False
-    return count >= _WIDE * len(noise) or not any(_is_of_neighbours(noise, step.leaves[one]) for one in alike)
+    return noise.numel() >= _WIDE * len(noise) or not any(_is_of_neighbours(noise, step.leaves[one]) for one in alike)
 
 
 def _both_steps(step: Step, *wanted: Slot) -> Iterator[list[torch.Tensor]]:

@@ -34,6 +34,7 @@ _BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
 _LARGE = 10.0  # the mean or the deviation of an input
+_BIASES = 1.0
 _GAIN = 3.0  # by which a layer makes its input larger; He has 1.4
 _SECONDS_OF_ALL, _MORE = 5.0, 1.0
 _MOST_SUMMANDS = 4
@@ -317,12 +318,12 @@ def too_large(step: Step) -> Iterator[Probed]:
     first = step.loss_with(held=held)
     if not first > _FAR * guess:
         yield said(answer="no", loss=first, guess=guess)
-    large = [slot for slot in held if _is_large(step, slot, held[slot])]
-    small = step.loss_with(held=_with_smaller(held, large)) if large else first
+    large = [slot for slot in held if _excess(step, slot, held[slot]) > 1]
+    small = step.loss_with(held=_with_smaller(step, held, large)) if large else first
     if small > _NEAR * guess:
         yield said(answer="no", loss=first, guess=guess, smaller=small)
     halfway = (first + small) / 2
-    blamed = [slot for slot in large if step.loss_with(held=_with_smaller(held, [slot])) < halfway] or large
+    blamed = [slot for slot in large if step.loss_with(held=_with_smaller(step, held, [slot])) < halfway] or large
     spreads = {slot: float(held[slot].detach().std()) for slot in large}
     # what was drawn alike in the layers before saturates them, where the last one alone makes the loss so high
     blamed = [
@@ -336,7 +337,7 @@ def too_large(step: Step) -> Iterator[Probed]:
     where = next(one for one in step.tape.operations if blamed[0] in one.given)
     yield said(
         where, root=told_of[0][1], loss=first, guess=guess, smaller=small, names=[name for name, _ in told_of],
-        tenth=_SMALLER * max(spreads[slot] for slot in blamed),
+        usual=max(spreads[slot] * _smaller(step, slot, held[slot]) for slot in blamed),
     )  # fmt: skip
 
 
@@ -345,14 +346,22 @@ def _guess(call: LossCall) -> float | None:
     return call.guess or (math.log(call.classes) if is_of_classes else None)
 
 
-def _with_smaller(held: Mapping[Slot, torch.Tensor], some: list[Slot]) -> dict[Slot, torch.Tensor]:
-    return {slot: (one.detach() * _SMALLER).requires_grad_() if slot in some else one for slot, one in held.items()}
+def _with_smaller(step: Step, held: Mapping[Slot, torch.Tensor], some: list[Slot]) -> dict[Slot, torch.Tensor]:
+    return {
+        slot: (one.detach() * _smaller(step, slot, one)).requires_grad_() if slot in some else one
+        for slot, one in held.items()
+    }
 
 
-def _is_large(step: Step, slot: Slot, weight: torch.Tensor) -> bool:
-    """Whether entries of a table, or the gain of a layer, are far from small."""
+def _smaller(step: Step, slot: Slot, weight: torch.Tensor) -> float:
+    """By what a weight that is too large is made smaller: well below what is too large, and to a tenth at least."""
+    return min(_SMALLER, 1 / (_GAIN * _excess(step, slot, weight)))
+
+
+def _excess(step: Step, slot: Slot, weight: torch.Tensor) -> float:
+    """By what factor the entries of a table, the gain of a layer, or what biases differ by are too large."""
     if weight.dim() < 2:
-        return False
+        return float(weight.detach().double().std(correction=0)) / _BIASES if weight.numel() > 1 else 0.0
     size = float(weight.detach().double().square().mean().sqrt())
     looks_up = any(one.name in _LOOKING_UP and slot in one.given for one in step.tape.operations)
-    return size > _SPREAD if looks_up else size * (weight.numel() / weight.shape[0]) ** 0.5 > _GAIN
+    return size / _SPREAD if looks_up else size * (weight.numel() / weight.shape[0]) ** 0.5 / _GAIN

@@ -226,7 +226,7 @@ def quantised(step: Step) -> Iterator[Probed]:
     """Whether what is nearest takes the place of what an encoder made, and what is behind it does not train that."""
     for place, choice in enumerate(step.operations):
         nearest = choice.outs[-1] if choice.name in ("argmin", "min") and choice.outs else None
-        if nearest is None or step.values[nearest].dtype != torch.int64:
+        if nearest is None or step.values[nearest].dtype != torch.int64 or _has_backward(step, choice):
             continue
         before = step.made_of(nearest, place + 1) & step.parameters.keys()
         follows, table, lookup = {nearest}, set[Slot](), choice
@@ -246,6 +246,24 @@ def quantised(step: Step) -> Iterator[Probed]:
                 if encoder and all(slope is None for slope in found):
                     yield said(lookup, op=choice.name)
                 break
+
+
+def _has_backward(step: Step, operation: Operation) -> bool:
+    """Whether an operation is in the forward of an own function that gets something with a graph.
+
+    What a step that is run again makes there has no graph, and the backward of the function says what passes.
+    """
+    for one in step.kept.functions:
+        try:
+            (lines, first), file = inspect.getsourcelines(one.cls.forward), inspect.getsourcefile(one.cls.forward)
+        except (OSError, TypeError):
+            continue
+        inside = [each for each in step.operations if each.file == file and first <= each.line < first + len(lines)]
+        made = {slot for each in inside for slot in each.outs}
+        given = {slot for each in inside for slot in each.given} - made - step.parameters.keys()
+        if operation in inside and any(step.values[slot].requires_grad for slot in given):
+            return True
+    return False
 
 
 @asks("constant derivative", of_rows=False)
@@ -429,6 +447,8 @@ def _flow(step: Step) -> tuple[Slot, float, torch.Tensor, Mapping[Slot, torch.Te
     data = _data_of(step, latent)
     if not data or size > _MOST_ENTRIES * step.rows:
         raise Unknown("a flow of few entries was not seen")
+    if step.tape.opaque & step.needed:
+        raise Unknown("the first layers of the flow were not seen")
     given = {id(step.leaves[slot]) for slot in data}
     values = replayed(
         step.tape, step.loss, lambda one: one.clone().requires_grad_() if id(one) in given else one

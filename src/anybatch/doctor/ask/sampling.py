@@ -71,6 +71,7 @@ class Sampling:
 
     def __init__(self) -> None:
         self.trained: dict[Key, list[tuple[float, float]]] = {}  # levels of rows with the mean square of each
+        self.of_rows: set[Key] = set()  # of these, those whose level is a tensor with one for each row
         self.loops: dict[Key, Loop] = {}  # the last long one of each
         self._going: dict[Key, Loop] = {}
         self._classes: set[type] = set()  # of nets that were trained
@@ -80,7 +81,10 @@ class Sampling:
         """Is shown what a net is given in a step that is looked at."""
         self._classes.add(type(module))
         for place, level, given in _levels(args, kwargs):
-            rows = self.trained.setdefault((place, given.shape[1:]), [])
+            key = place, given.shape[1:]
+            rows = self.trained.setdefault(key, [])
+            if isinstance(level, torch.Tensor) and level.numel() == len(given) > 1:
+                self.of_rows.add(key)
             if len(rows) < _MOST_ROWS and given.numel():
                 sizes = _sizes(given)
                 levels = _spaced(level.flatten()).double() if isinstance(level, torch.Tensor) else None
@@ -122,6 +126,8 @@ def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
         if len(set(levels)) < _LEAST_LEVELS:
             if not rows:
                 yield told("sampling", loop, answer="unknown", detail="what that was given in training was not seen")
+            elif levels[0] == levels[-1] and len(rows) >= _FEWEST and key in kept.sampling.of_rows:
+                yield told("sampling level", loop, calls=loop.count, level=levels[0], rows=len(rows))
             continue
         near = max(_FEWEST, int(_NEAR * len(rows)))
         found, begun, is_level = list[tuple[float, float]](), 1.0, False

@@ -128,6 +128,8 @@ class Step:
         """How the loss rises with some tensors, here or in another run; ``None`` where it does not depend on one."""
         values = (run or self.replay).values
         by = [values[one] for one in made]
+        if not by:
+            return ()
         return torch.autograd.grad(values[self.loss.slot].sum(), by, retain_graph=True, allow_unused=True)
 
     def loss_with(self, change: Any = None, held: Mapping[Slot, torch.Tensor] | None = None) -> float:

@@ -156,7 +156,9 @@ _LITTLE = 0.03  # of the loss of those who know how frequent the labels of the h
 
 
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
-    """Whether labels of classes are related to what the model is given."""
+    """Whether labels of classes, or targets of a distance, are related to what the model is given."""
+    if numbers := [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES]:
+        return _unrelated_numbers(numbers, module, root, until)
     inputs, labels, width, is_fresh = _pairs(kept, root)
     count = len(labels)
     classes = int(labels.max()) + 1
@@ -263,6 +265,11 @@ def _correlated(inputs: torch.Tensor, labels: torch.Tensor, classes: int) -> boo
     """Whether a straight line through all entries, or the best one of them where they are many, tells something."""
     flat, marks = inputs.reshape(len(inputs), -1).double(), nn.functional.one_hot(labels, classes).double()
     one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (flat, marks))
+    return _correlated_with(one, other)
+
+
+def _correlated_with(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of what has mean 0 and standard deviation 1."""
     count, width = one.shape
     basis = torch.linalg.qr(one).Q if width * 3 <= count else None
 
@@ -321,10 +328,12 @@ def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack((torch.zeros_like(score), score), 1)
 
 
-_AS_A_GUESS, _KNOWN = 0.9, 0.7  # of the loss of a constant guess
+_AS_A_GUESS, _KNOWN = 0.9, 0.85  # of the loss of a constant guess
 _FROZEN_BATCHES, _FROZEN_SECONDS, _FROZEN_RATE, _MOST_NUMBERS = 6, 4.0, 5e-3, 1 << 25
 _MOST_READ, _READING = 64, 2.0  # batches, and seconds
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_HOW = ("weight", "ignore_index", "label_smoothing", "beta", "delta", "pos_weight")
+_OF_SCORES = "binary_cross_entropy_with_logits"
 
 
 def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: float) -> Probed:
@@ -336,7 +345,7 @@ def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: flo
     held = [name for name, one in of.named_parameters() if _is_frozen(one)]
     calls = [one for one in run.of(LossCall) if one.root == root and one.value is not None and one.guess]
     ends = [float(one.value or 0) / float(one.guess or 1) for one in calls[-max(len(calls) // 3, 1) :]]
-    known = [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES or _is_of_classes(one)]
+    known = [one for one in kept.batches.get(root, ()) if one[1] in (*_DISTANCES, _OF_SCORES) or _is_of_classes(one)]
     if not held or not ends or sum(ends) < _AS_A_GUESS * len(ends):
         return told("frozen", root=root, answer="no")
     batches = (_read(kept, known[-1], until) if known else []) or known
@@ -349,7 +358,7 @@ def frozen(kept: Kept, module: nn.Module | None, run: Run, root: int, until: flo
     numbers = sum(one.numel() for one in of.parameters() if _is_frozen(one))
     seen: dict[str, Any] = {"guess": guess, "without": without, "trained": own, "numbers": numbers}
     tables = {f"{name}.weight" for name, one in of.named_modules() if isinstance(one, nn.Embedding)}
-    seen |= {"name": held[0], "frozen": len(held), "table": held[0] in tables}
+    seen |= {"name": held[0], "frozen": len(held), "table": tables.issuperset(held)}
     return told("frozen", root=root, answer=answer, **seen)
 
 
@@ -389,10 +398,13 @@ def _is_of_classes(batch: Batch) -> bool:
 def _guessed(batches: list[Batch]) -> float:
     """The loss of the constant that fits some batches best."""
     name, target = batches[0][1], torch.cat([one["target"] for _, _, one in batches])
-    if name not in _DISTANCES:
+    if name == _OF_SCORES:
+        constant = target.mean(0).clamp(1e-6, 1 - 1e-6).logit()
+    elif name not in _DISTANCES:
         share = target[target >= 0].bincount().double() / max(int((target >= 0).sum()), 1)
         return float(-(share.clamp_min(1e-12).log() * share).sum())
-    constant = target.median(0).values if name == "l1_loss" else target.mean(0)
+    else:
+        constant = target.median(0).values if name == "l1_loss" else target.mean(0)
     return float(getattr(functional, name)(constant.expand_as(target), target))
 
 
@@ -427,8 +439,61 @@ def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, 
     made = next((one for one in tensors(model(first)) if one.numel() == math.prod(given["shape"])), None)
     if made is None:
         raise Unknown("no output has the shape of what the loss was given")
-    rest = {
-        key: one for key, one in given.items() if key in ("weight", "ignore_index", "label_smoothing", "beta", "delta")
-    }
+    rest = {key: one for key, one in given.items() if key in _HOW}
     found: torch.Tensor = getattr(functional, name)(made.reshape(given["shape"]), given["target"], **rest)
     return found
+
+
+_PARTS = 30  # that unrelated samples are shared out to
+_LEAST_NUMBERS = 150
+_KNOWS = 3.0  # standard errors of a correlation
+
+
+def _unrelated_numbers(batches: list[Batch], module: nn.Module | None, root: int, until: float) -> Probed:
+    """Whether neighbours, a straight line and a copy all know no more of other targets than their mean."""
+    like = [one[0].shape[1:] for one in batches[-1:]]
+    batches = [
+        (first, name, given) for first, name, given in batches
+        if first.dim() > 1 and first.is_floating_point() and [first.shape[1:]] == like and _differ(given["target"])
+        and len(given["target"]) == len(first) and math.prod(given["shape"]) == given["target"].numel()
+    ]  # fmt: skip
+    if not batches:
+        raise Unknown("no batches with numbers as targets were kept")
+    inputs, targets = (
+        torch.cat(some) for some in zip(*((one, given["target"]) for one, _, given in batches), strict=True)
+    )
+    marks = (inputs.flatten(1).double() * torch.linspace(1, 2, inputs[0].numel(), dtype=torch.float64).sqrt()).sum(1)
+    once = torch.tensor(sorted({mark: number for number, mark in enumerate(marks.tolist())}.values()))
+    seen: dict[str, Any] = {"samples": len(once), "fresh": len(once) > (1 - _REPEATED) * len(targets)}
+    inputs, targets = inputs[once], targets[once]
+    if len(once) < _LEAST_NUMBERS:
+        raise Unknown(f"{len(once)} different samples were kept, which are too few")
+    if _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets))):
+        return told("labels", root=root, answer="no", **seen)
+    if module is None:
+        raise Unknown("the model is gone")
+    order, size = torch.randperm(len(once), generator=torch.Generator().manual_seed(3)), max(len(once) // _PARTS, 1)
+    _, name, given = batches[-1]
+    parts = [
+        (inputs[part], name, given | {"target": targets[part], "shape": (size, *given["shape"][1:])})
+        for part in order.split(size) if len(part) == size
+    ]  # fmt: skip
+    guess, best = _guessed(parts[len(parts) * 2 // 3 :]), _held_out(fresh(unwrapped(module)), parts, until, False)
+    seen |= {"guess": guess, "held_out": best}
+    by_chance = max(_LITTLE, (size * (len(parts) - len(parts) * 2 // 3)) ** -0.5)
+    return told("labels", root=root, answer="yes" if best > (1 - by_chance) * guess else "no", **seen)
+
+
+def _differ(targets: torch.Tensor) -> bool:
+    return bool((targets != targets[:1]).any())
+
+
+def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether nearest neighbours, or a straight line, know something of targets."""
+    inputs, targets = inputs[:1500], targets[:1500]
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
+    distances = torch.cdist(one, one).fill_diagonal_(math.inf)
+    near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)
+    far = _KNOWS / len(other) ** 0.5
+    alike = ((near - near.mean(0)) * other).mean(0) / near.std(0).clamp_min(1e-9)
+    return bool((alike > far).any()) or _correlated_with(one, other)

@@ -20,8 +20,10 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import Scored
 
 _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"})
+_MOVED = frozenset({"unsqueeze", "squeeze", "transpose", "permute", "view", "reshape"})
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _SCALING = _BETWEEN | {"div", "mul", "add", *_HIDING}
+_COMPARING = frozenset({"ge", "gt", "le", "lt"})
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
 _PUT_BEFORE = 2  # tokens: a class, and a separator
 _MOSTLY = 0.9  # of the tokens: some padding is a token, too
@@ -92,6 +94,28 @@ def softmax_axis(step: Step) -> Iterator[Probed]:
             last = step.values[given[0]].dim() - 1
             if dim != last:
                 yield said(made, dim=dim, dims=last + 1, summed=last)
+    yield from _over_the_batch(step)
+
+
+def _over_the_batch(step: Step) -> Iterator[Probed]:
+    """Weights that sum to 1 over the rows of the batch, in a product that takes each row by itself."""
+    weights: dict[Slot, Operation] = {}
+    for operation in step.operations:
+        given = operation.given
+        if operation.name == "softmax" and operation.outs:
+            weights[operation.outs[0]] = operation
+        elif operation.kind in _BETWEEN | _MOVED and given and given[0] in weights:
+            weights |= dict.fromkeys(operation.outs, weights[given[0]])
+        elif operation.kind in ("bmm", "matmul") and given[0] in weights and step.needed & set(operation.outs):
+            one, made = step.values[given[0]].detach(), weights[given[0]]
+            is_of_rows = one.dim() == 3 and len(one) == step.rows and one.shape[-1] > 1
+            if is_of_rows and _sums_to_one(one, 0) and not _sums_to_one(one, -1):
+                dims = step.values[made.outs[0]].dim()
+                yield said(made, dim=0, dims=dims, summed=dims - 1)
+
+
+def _sums_to_one(one: torch.Tensor, dim: int) -> bool:
+    return bool(((one.sum(dim) - 1).abs() < _UNIT).all())
 
 
 def _is_of_pairs(step: Step, slot: Slot) -> bool:
@@ -124,6 +148,39 @@ def hidden_tokens(step: Step) -> Iterator[Probed]:
                 for hidden in _of_tokens(small.double(), one.shape[1])
             ):
                 yield said(operation, op=operation.name)
+
+
+@asks("hides nothing", of_rows=False)
+def hides_nothing(step: Step) -> Iterator[Probed]:
+    """Whether a mask of attention is one and the same for all pairs, though what it is made of has two sides.
+
+    That is a comparison which takes the number that it compares with for one of the others, ``>=`` in place of ``>``.
+    """
+    compared = {out: one for one in step.operations if one.name.strip("_") in _COMPARING for out in one.outs}
+    for place, operation in enumerate(step.operations):
+        mask = next((slot for slot in operation.given if slot in compared), None)
+        if mask is None or operation.name not in ("where", *_HIDING) or not _is_weighed(step, operation, place):
+            continue
+        shown, made = step.values[mask], compared[mask]
+        source, limit = step.values[made.given[0]], made.args[-1]
+        if isinstance(limit, (int, float)) and len(made.given) == 1 and len(shown.unique()) == 1:
+            equal = int((source == limit).sum())
+            if 0 < equal < source.numel() and len(source) > 1 and source.dim() > 1:
+                yield said(operation, op=operation.name, value=bool(shown.any()), entries=equal, limit=float(limit))
+
+
+def _is_weighed(step: Step, operation: Operation, place: int) -> bool:
+    """Whether scores of which some are hidden go into a softmax next."""
+    follows = set(operation.outs)
+    for one in step.operations[place + 1 :]:
+        if one.given and one.given[0] in follows:
+            if one.name == "softmax":
+                lowest = min(float(step.values[slot].detach().min()) for slot in operation.given)
+                value = operation.kwargs.get("value", operation.args[-1])
+                lowest = min(lowest, value) if isinstance(value, (int, float)) else lowest
+                return lowest <= _HIDDEN
+            follows |= set(one.outs) if one.name in _BETWEEN else set()
+    return False
 
 
 def _of_tokens(hidden: torch.Tensor, width: int) -> Iterator[torch.Tensor]:

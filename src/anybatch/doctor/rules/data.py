@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.courses import course, phases
+from anybatch.doctor.views.courses import adversarial, course, phases
 from anybatch.doctor.views.measures import SQUASHING
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
@@ -19,6 +19,7 @@ from anybatch.records.samples import Activations, InputSample
 
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_FEW = 4  # targets, which may be of one class by chance
 
 
 @rule(
@@ -123,8 +124,9 @@ def _drifting(run: Run, times: float) -> Iterator[Found]:
 
 
 def _tiny_inputs(run: Run, nothing: float, flat: float) -> Iterator[Found]:
-    """Pictures or sequences of numbers near 0, or near one number, as those that were divided by 255 twice."""
-    for samples in _entered(run, 3):
+    """Pictures, sequences or rows of numbers near 0, or near one number, as those that were divided by 255 twice."""
+    is_nothing = outcome(run).word == "not learning"  # rows of a few numbers may be small, and are learned from
+    for samples in _entered(run, 2 if is_nothing else 3):
         most = max(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in samples)
         ranges = [(one.high or 0.0) - (one.low or 0.0) for one in samples]
         is_flat = len(samples) > 1 and all(0 < flat * wide < abs(one.mean or 0.0)
@@ -172,15 +174,30 @@ def _follows(call: LossCall) -> bool:
     return call.low <= call.target_mean <= call.high and call.high - call.low > call.target_std
 
 
-@rule("AB652", "DATA_ORDER", "warning", explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH"), needs=(LossCall,))
+def _marks(call: LossCall) -> bool:
+    """Whether its targets are one mark of 0 or 1 for each row of a batch."""
+    is_binary = call.function.startswith("binary") and call.target_shape[:1] == (call.items,)
+    return is_binary and call.items >= 2 * _FEW and call.target_low in (0, 1) and call.target_high in (0, 1)
+
+
+@rule(
+    "AB652", "DATA_ORDER", "warning",
+    explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH", "TARGETS_CONSTANT"), needs=(LossCall,),
+)  # fmt: skip
 def data_order(
     run: Run, *, batches: float = Limit(5, "by chance"), share: float = Limit(0.8, "of the batches"),
     neighbours: float = Limit(0.5, "the standard deviation of the numbers of two neighbouring classes, at most"),
 ) -> Iterator[Found]:  # fmt: skip
     """Batches of one class."""
-    lines = by_line(run, lambda one: one.target_classes >= 1 and one.classes > 1 and one.items >= 4)
+    marks = not adversarial(run)  # what is generated and what is real are scored apart
+    lines = by_line(
+        run,
+        lambda one: one.items >= _FEW and ((one.target_classes >= 1 and one.classes > 1) or (marks and _marks(one))),
+    )
     calls = next(iter(lines.values()), [])
-    single = [one for one in calls if one.target_classes == 1]
+    if calls and _marks(calls[0]) and len({one.step for one in calls}) < len(calls):
+        return  # pairs that belong together, and then others
+    single = [one for one in calls if one.target_classes == 1 or (_marks(one) and one.target_low == one.target_high)]
     borders = [  # where one class ends and the next begins
         one for one in calls
         if one.target_classes == 2 < one.classes and one.target_std is not None and one.target_std <= neighbours
@@ -194,7 +211,7 @@ def data_order(
     if len(known) < 2 and not (unshuffled and known and min(known) > 0):
         return
     yield Found(
-        text=f"{len(single)} of {len(calls)} batches have targets of one class only, of {calls[0].classes}"
+        text=f"{len(single)} of {len(calls)} batches have targets of one class only, of {max(calls[0].classes, 2)}"
         + (" (the DataLoader does not shuffle)." if unshuffled else "."),
         fix="DataLoader(..., shuffle=True)" if loaders else "order = torch.randperm(len(x)); x, y = x[order], y[order]",
         cause="The data are sorted by class, so that each class is learned and forgotten in turn.",

@@ -341,16 +341,20 @@ def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch:
     """Whether a softmax runs over samples that the loss then takes one by one."""
     calls = [one for one in run.of(LossCall) if one.step == walk.step]
     # A likelihood has a target for each of the rows, or of some, and what it gets is no log-probability along them.
-    taken = dims == 2 and any(
-        one.function == "nll_loss"
+    likelihoods = [
+        one
+        for one in calls
+        if one.function == "nll_loss"
         and len(one.target_shape) == 1
         and one.target_shape[0] <= size  # a mask takes some
         and one.log_normalised is False
-        for one in calls
-    )
+    ]
+    taken = dims == 2 and bool(likelihoods)
     if dim != 0 or dims < 2 or not (is_batch or taken) or size < 2:
         return False
-    if any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
+    # A contrast takes both dims of a square; attention among the rows, before the scores, has one that is no other's.
+    is_square = not taken or any(one.input_shape[1:] == (size,) for one in likelihoods)
+    if is_square and any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
         return False
     fits = taken or not calls or any(one.target_shape[:1] == (size,) for one in calls)
     return fits and (taken or not _time_comes_first(run))
@@ -472,5 +476,5 @@ def _bounded(run: Run, calls: list[LossCall], activation: str) -> Found:
         else "Scores so close together can't be sure of anything, so the loss can't become small.",
         since=call,
         evidence={"activation": activation, "calls": len(calls)},
-        severity="info" if course(run).fell else "warning",
+        severity="info" if course(run).fell and activation != "relu" else "warning",
     )

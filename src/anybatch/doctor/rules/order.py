@@ -72,7 +72,7 @@ def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]], 
 
 
 def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
-    """A closure whose backwards add up over the whole run; LBFGS calls it several times in a step."""
+    """A closure whose backwards add up; LBFGS calls it several times in a step, and a clearing in front is of one."""
     found = [window for window in one.windows if window.step is not None]
     if len(found) < 3 or one.facts.cls != "LBFGS":
         return
@@ -82,12 +82,14 @@ def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
     if len(backs) <= len(found) or not all(by_closure(run, window) for window in found):
         return
     clears = [clear for clear in run.of(Cleared) if clear.at > backs[0].at]  # none of an optimizer before it counts
-    cleared = any(concerns(run, clear, one.number, members(run)) for clear in clears)
+    outside = any(concerns(run, clear, one.number, members(run)) for clear in clears)
+    several = sum(len(window.passes) > 1 for window in found)
+    cleared = any(window.clears for window in found) or (outside and several < 2)
     if cleared or any(step.edited for step in one.steps):
         return
     yield Found(
-        text=f"Nothing clears the gradients of {one} in {counted(len(found), 'step')}: each backward of the "
-        f"closure{near(backs[1])} adds to those before.",
+        text=f"Nothing clears the gradients of {one} {'within a step, in' if outside else 'in'} "
+        f"{counted(len(found), 'step')}: each backward of the closure{near(backs[1])} adds to those before.",
         fix=f"{one}.zero_grad()  # in the closure, before the backward{near(backs[1])}",
         cause=f"{one} calls its closure several times in a step, and takes the gradient to be of one call.",
         since=backs[1],

@@ -116,7 +116,9 @@ def targets_constant(
 
 def _all_alike(run: Run) -> Iterator[Found]:
     probed = outcome(run).unrelated or _of_one_value(run)
-    if probed is not None and probed.evidence.get("alike"):
+    same_line = (one for one in run.of(LossCall) if probed is not None and one.line == probed.line)
+    values = {one.target_mean for one in same_line if one.target_mean is not None}
+    if probed is not None and probed.evidence.get("alike") and len(values) < 2:
         yield Found(
             text=f"All {probed.evidence['rows']} targets of a batch are the same{near(probed)}, and what was learned "
             "is that one value.",

@@ -305,7 +305,9 @@ def param_unused(
         again = next((one for one in run.answers("twice") if one.evidence["shape"] in shapes), None)
         lost = next((one for one in run.answers("dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
         after = _taken_instead(run, idle, uncalled)
-        for_nothing = run.steps >= late and all(_is_computed(run, run.parameters[one]) for one in idle)
+        for_nothing = run.steps >= late and all(
+            _is_computed(run, run.parameters[one]) and not _is_of_the_last_block(run, one, idle) for one in idle
+        )
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
         also = also or (f"; it is called, and what {after} gives takes its place" if after else "")
         also = also or (f"; a number is made of {names:it|them}{near(lost)} and left" if lost is not None else "")
@@ -358,6 +360,21 @@ def _is_computed(run: Run, one: ParameterFacts) -> bool:
     while within and within in modules and modules[within].kind == "container":
         within = within.rpartition(".")[0]
     return bool(one.module) and called > 1 and within in modules and bool(modules[within].file)
+
+
+def _is_of_the_last_block(run: Run, number: int, idle: list[int]) -> bool:
+    """Whether earlier blocks of a stack use the part that this parameter is, and the last has none to hand it to."""
+    one = run.parameters[number]
+    found = re.match(r"(.*?\b)(\d+)\.(.*)", one.name)
+    if found is None:
+        return False
+    stack, position, rest = found[1], int(found[2]), found[3]
+    row: dict[int, dict[str, bool]] = {}
+    for other, facts in run.parameters.items():
+        if facts.root == one.root and (block := re.match(rf"{re.escape(stack)}(\d+)\.(.*)", facts.name)):
+            row.setdefault(int(block[1]), {})[block[2]] = other not in idle
+    before = [parts.get(rest, False) for index, parts in row.items() if index != position]
+    return position == max(row) and bool(before) and all(before) and any(row[position].values())
 
 
 def _taken_instead(run: Run, idle: list[int], uncalled: dict[int, set[str]]) -> str:

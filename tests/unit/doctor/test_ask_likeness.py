@@ -1,0 +1,147 @@
+"""Which way scores go, and what makes a difference to them: each fault beside its healthy twin."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def of_prototypes(scores: Scores) -> None:
+    net = nn.Linear(6, 4)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        made = scores(net(torch.randn(20, 6)), net(torch.randn(5, 6)))
+        F.cross_entropy(made, torch.arange(5).repeat(4)).backward()
+        optimizer.step()
+
+
+def squares(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return ((one[:, None] - other) ** 2).sum(2)
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (squares, "yes"),
+        (torch.cdist, "yes"),
+        (lambda x, y: (x[:, None] - y).norm(dim=-1) / 2, "yes"),
+        (lambda x, y: 0 - (0 - squares(x, y)), "yes"),
+        (lambda x, y: -squares(x, y), "no"),
+        (lambda x, y: torch.cdist(x, y) * -0.5, "no"),
+        (lambda x, y: 4 - torch.cdist(x, y), "no"),
+        (lambda x, y: (x[:, None] * y).sum(2), "no"),
+        (lambda x, y: (x[:, None] * y).norm(dim=-1), "no"),  # the length of a capsule
+    ],
+)
+def test_distances_in_the_place_of_scores_are_told(scores: Scores, expected: str) -> None:
+    assert answer(lambda: of_prototypes(scores), "distance as score") == expected
+
+
+def of_words(sign: float, *, draws: bool = True) -> None:
+    """Skip-grams with negative samples that are drawn in the step, or come with the batch."""
+    words, contexts = nn.Embedding(30, 8), nn.Embedding(30, 8)
+    optimizer = torch.optim.Adam([*words.parameters(), *contexts.parameters()])
+    for _ in range(4):
+        i, o = torch.randint(30, (16,)), torch.randint(30, (16,))
+        given = torch.randint(30, (16, 5))
+        optimizer.zero_grad()
+        anchor = words(i)[:, :, None]
+        n = torch.empty(16, 5).uniform_(0, 29).long() if draws else given
+        near, far = contexts(o)[:, None] @ anchor, contexts(n) @ anchor
+        (-(F.logsigmoid(near).mean() + F.logsigmoid(sign * far).mean())).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("sign", "draws", "expected"), [(1, True, "yes"), (-1, True, "no"), (1, False, "no")])
+def test_random_rows_that_are_drawn_near_are_told(sign: float, draws: bool, expected: str) -> None:
+    assert answer(lambda: of_words(sign, draws=draws), "drawn near") == expected
+
+
+class Pairs(nn.Module):
+    """Scores pairs of a user and an item, by what both tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(8, 1), nn.Embedding(8, 1)
+        with torch.no_grad():
+            for table in (self.users, self.items):
+                table.weight.copy_(torch.linspace(-4, 4, 8)[:, None])
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor, weights: tuple[float, float]) -> torch.Tensor:
+        return (weights[0] * self.users(user) + weights[1] * self.items(item)).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [((1.0, 0.0), "yes"), ((0.0, 1.0), "yes"), ((1.0, 1.0), "no"), ((0.0, 0.0), "no")]
+)
+def test_a_table_that_makes_no_difference_is_told(weights: tuple[float, float], expected: str) -> None:
+    ids = torch.randint(8, (4, 2, 64), generator=torch.Generator().manual_seed(0))
+    batches = [(*one, (one[0] * weights[0] + one[1] * weights[1] > 3.5 * sum(weights)).float()) for one in ids]
+
+    def train() -> None:
+        net = Pairs()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+        for user, item, label in batches:
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(net(user, item, weights), label).backward()
+            optimizer.step()
+
+    assert answer(train, "one-sided") == expected
+
+
+def attends(dim: int, *, places: int = 6) -> None:
+    """Additive attention over the places of a sequence."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    out = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam([*net.parameters(), *out.parameters()])
+    for _ in range(4):
+        x = torch.randn(12, places, 4)
+        optimizer.zero_grad()
+        weights = torch.softmax(net(x).squeeze(2), dim=dim)
+        F.cross_entropy(out(torch.bmm(weights.unsqueeze(1), x).squeeze(1)), torch.arange(12) % 2).backward()
+        optimizer.step()
+
+
+def test_attention_weights_over_the_batch_are_told() -> None:
+    assert answer(lambda: attends(0), "softmax axis") == "yes"
+    assert answer(lambda: attends(1), "softmax axis") == "no"
+
+
+def of_graph(mask: Callable[[torch.Tensor], torch.Tensor], *, whole: bool = False) -> None:
+    """Attention among the neighbours in a graph."""
+    net, out = nn.Linear(4, 8), nn.Linear(8, 2)
+    optimizer = torch.optim.Adam([*net.parameters(), *out.parameters()])
+    adjacency = torch.ones(12, 12) if whole else torch.eye(12) + torch.eye(12).roll(1, 0)
+    for _ in range(4):
+        x = torch.randn(12, 4)
+        optimizer.zero_grad()
+        made = net(x)
+        scores = torch.where(mask(adjacency), made @ made.T, -9e15 * torch.ones(12, 12))
+        F.cross_entropy(out(F.softmax(scores, dim=1) @ made), torch.arange(12) % 2).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mask", "whole", "expected"),
+    [
+        (lambda one: one >= 0, False, "yes"),
+        (lambda one: one < 0, False, "yes"),
+        (lambda one: one > 0, False, "no"),
+        (lambda one: one > 0, True, "no"),  # of a graph in which all are neighbours
+        (lambda one: one != 0, True, "no"),
+        (lambda one: one > -1, False, "no"),
+    ],
+)
+def test_a_mask_that_tells_nothing_apart_is_told(
+    mask: Callable[[torch.Tensor], torch.Tensor], whole: bool, expected: str
+) -> None:
+    assert answer(lambda: of_graph(mask, whole=whole), "hides nothing") == expected

@@ -1,0 +1,144 @@
+"""Targets that a net is given at their place, and tokens without an order: each fault beside its healthy twin."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Net = Callable[[torch.Tensor], torch.Tensor]
+ROWS, PLACES, WORDS = 6, 9, 20
+
+
+class Going(nn.Module):
+    """Goes along a sequence of numbers, with what was before."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.cell, self.head, self.noise = nn.GRUCell(1, 8), nn.Linear(8, 1), noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, out = torch.zeros(len(x), 8), []
+        for one in x.split(1, 1):
+            state = self.cell(one, state)
+            out.append(self.head(state + self.noise * torch.randn_like(state) if self.noise else state))
+        return torch.cat(out, 1)
+
+
+def forecasts(net: nn.Module, ahead: int, places: int = PLACES) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        data = torch.randn(ROWS, places + 1)
+        x, y = data[:, :-1].clone(), data[:, ahead : places + ahead].clone()
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("net", "ahead", "expected"),
+    [
+        (Going, 0, "yes"),
+        (Going, 1, "no"),
+        (lambda: Going(noise=0.5), 0, "no"),  # a code for each place
+        (lambda: nn.Sequential(nn.Linear(PLACES, 2), nn.Linear(2, PLACES)), 0, "no"),  # a code for all of it
+        (lambda: nn.Sequential(nn.Unflatten(1, (-1, 1)), nn.Linear(1, 1), nn.Flatten()), 0, "no"),  # each by itself
+    ],
+)
+def test_a_forecast_of_what_is_given_is_told(net: Callable[[], nn.Module], ahead: int, expected: str) -> None:
+    assert answer(lambda: forecasts(net(), ahead), "given at its place") == expected
+
+
+class Words(nn.Module):
+    """Says the next word of a sentence, (time, batch), by an own loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(WORDS, 8), nn.GRUCell(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, sentence: torch.Tensor) -> torch.Tensor:
+        state, out = torch.zeros(sentence.shape[1], 8), []
+        for at in range(len(sentence) - 1):
+            state = self.cell(self.table(sentence[at]), state)
+            out.append(self.head(state))
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, "yes"), (1, "no")])
+def test_words_that_are_to_be_repeated_are_told(ahead: int, expected: str) -> None:
+    def train() -> None:
+        net = Words()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            sentence = torch.randint(WORDS, (PLACES, ROWS))
+            optimizer.zero_grad()
+            made = net(sentence).reshape(-1, WORDS)
+            F.cross_entropy(made, sentence[ahead : PLACES - 1 + ahead].reshape(-1)).backward()
+            optimizer.step()
+
+    assert answer(train, "given at its place") == expected
+
+
+class Attending(nn.Module):
+    """Classifies sentences by attention among their words."""
+
+    def __init__(self, places: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.places = nn.Embedding(PLACES, 8) if places else None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        if self.places is not None:
+            x = x + self.places(torch.arange(PLACES))
+        out: torch.Tensor = self.head(self.attention(x, x, x)[0].mean(1))
+        return out
+
+
+class Bag(nn.Module):
+    """Classifies sentences by the mean of their words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.words(tokens).mean(1))
+        return out
+
+
+def repeated() -> torch.Tensor:
+    return torch.randint(1, 6, (ROWS, PLACES))
+
+
+def of_sets() -> torch.Tensor:
+    return torch.stack([torch.randperm(WORDS)[:PLACES] for _ in range(ROWS)])
+
+
+@pytest.mark.parametrize(
+    ("net", "draw", "expected"),
+    [
+        (lambda: Attending(places=False), repeated, "yes"),
+        (lambda: Attending(places=True), repeated, "no"),
+        (lambda: Attending(places=False), of_sets, "no"),
+        (Bag, repeated, "no"),
+    ],
+)
+def test_attention_that_does_not_see_the_order_is_told(
+    net: Callable[[], nn.Module], draw: Callable[[], torch.Tensor], expected: str
+) -> None:
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(draw()), torch.arange(ROWS) % 2).backward()
+            optimizer.step()
+
+    assert answer(train, "order ignored") == expected

@@ -1,0 +1,44 @@
+"""Rules on what scores, masks and places of a sequence are like fire on their fault and are quiet otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from answer_runs import asked, flat
+from number_runs import call, fires, quiet
+from test_rules_asked import both
+
+
+def test_evaluation_inputs_fires_where_sampling_gives_levels_that_were_not_trained() -> None:
+    assert "model(noisy, t)" in fires(asked("sampling level", "yes").run(), "EVALUATION_INPUTS", "warning").fix
+    both("sampling level", "EVALUATION_INPUTS")
+
+
+@pytest.mark.parametrize(("probe", "word"), [("distance as score", "distances"), ("drawn near", "640 rows")])
+def test_loss_sign_fires_where_scores_go_the_wrong_way(probe: str, word: str) -> None:
+    run = replace(asked(probe, "yes"), loss=flat).run()
+    assert word in fires(run, "LOSS_SIGN", "error").message
+    quiet(asked(probe, "yes").run(), "LOSS_SIGN")  # it learned all the same
+    quiet(replace(asked(probe, "no"), loss=flat).run(), "LOSS_SIGN")
+
+
+def test_labels_unrelated_fires_where_one_of_two_tables_makes_no_difference() -> None:
+    assert "0.9" in fires(asked("one-sided", "yes").run(), "LABELS_UNRELATED", "warning").message
+    both("one-sided", "LABELS_UNRELATED")
+
+
+def test_target_given_fires_where_a_place_is_given_its_target() -> None:
+    assert "9 places" in fires(asked("given at its place", "yes").run(), "TARGET_GIVEN", "warning").message
+    both("given at its place", "TARGET_GIVEN")
+
+
+def test_places_alike_fires_where_the_order_is_not_seen() -> None:
+    assert "position" in fires(asked("order ignored", "yes").run(), "PLACES_ALIKE", "warning").fix
+    well = replace(asked("order ignored", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
+    quiet(well.run(), "PLACES_ALIKE")
+    both("order ignored", "PLACES_ALIKE")
+
+
+def test_mask_inverted_fires_where_a_mask_hides_nothing() -> None:
+    assert "80 of the numbers" in fires(asked("hides nothing", "yes").run(), "MASK_INVERTED", "error").message
+    both("hides nothing", "MASK_INVERTED", "error")
