@@ -317,26 +317,6 @@ def test_labels_without_relation_are_found(related: bool, expected: str) -> None
     assert answer(train, "labels") == expected
 
 
-@pytest.mark.parametrize(("passes", "expected"), [(1, True), (2, False)])
-def test_rows_that_are_mostly_zero_are_told_apart_and_come_again_or_not(passes: int, expected: bool) -> None:
-    """Counts of words, of which more came than are kept: in the first pass each is new."""
-    rows = torch.zeros(8000, 60)
-    rows[torch.arange(8000)[:, None], torch.rand(8000, 60).topk(7).indices] = 1
-    labels = torch.randint(0, 3, (8000,))
-
-    def train() -> None:
-        net = nn.Linear(60, 3)
-        optimizer = torch.optim.Adam(net.parameters())
-        for chosen in [one for _ in range(passes) for one in torch.randperm(8000).split(400)]:
-            optimizer.zero_grad()
-            F.cross_entropy(net(rows[chosen]), labels[chosen]).backward()
-            optimizer.step()
-
-    (found,) = [one for one in asked(train, "labels") if one.answer]
-    assert (found.answer, found.evidence["fresh"]) == ("yes", expected)
-    assert found.evidence["samples"] > 1000
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_policy_that_draws_its_actions_is_asked_of_no_other_rows(reads: bool) -> None:
     """In the rows of others the actions of a good policy are as likely; and its loss may fall whatever it learns."""

@@ -8,7 +8,7 @@ import pytest
 from answer_runs import EVIDENCE, asked, flat
 from anybatch.records.events import Backward, Loaded, Stepped
 from anybatch.records.lines import Fact
-from anybatch.records.lossfacts import Printed, Probed
+from anybatch.records.lossfacts import Probed
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 from number_runs import Training, call, fires, quiet
 
@@ -106,20 +106,6 @@ def test_labels_unrelated_is_quiet_where_the_loss_falls_at_once() -> None:
     run.call = call(guess=2.3)
     quiet(run.run(), "LABELS_UNRELATED")
     quiet(asked("labels", "no").run(), "LABELS_UNRELATED")
-
-
-@pytest.mark.parametrize(("right", "is_told"), [(0.21, True), (0.9, False)])
-def test_labels_unrelated_is_quiet_where_an_evaluation_knows_them(right: float, is_told: bool) -> None:
-    """What is flat at first and falls later was learned by heart, or is hard to begin with."""
-    evidence = EVIDENCE["labels"] | {"classes": 5, "fresh": False}
-    answer = Probed(probe="labels", root=0, answer="yes", evidence=evidence)
-    said = Printed(label="test accuracy", steps=(120,), values=(right,), file="train.py", line=9)
-    late = Training(steps=120, loss=lambda step: 1.61 if step < 60 else 0.3, call=call(guess=1.61, classes=5))
-    run = replace(late, after=(said, answer)).run()
-    if is_told:
-        fires(run, "LABELS_UNRELATED", "warning")
-    else:
-        quiet(run, "LABELS_UNRELATED")
 
 
 def test_field_unread_fires_and_names_the_field() -> None:

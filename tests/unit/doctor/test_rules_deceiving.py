@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from anybatch.doctor.recording.printing import numbers_in
 from anybatch.doctor.views.outcomes import Outcome, outcome
 from anybatch.records.lossfacts import Evaluated, Printed
 from anybatch.records.runs import Run
-from number_runs import Training, call, fires, silent
+from number_runs import fires, silent
 from test_doctor_ask import TRAINING, nothing_was_compiled, unasked
 
 __all__ = ["nothing_was_compiled"]
@@ -167,20 +166,6 @@ def test_class_uncounted_fires_where_the_end_is_padding(whole: bool) -> None:
 
     silent(speaks(0), "CLASS_UNCOUNTED")
     assert "where to end" in fires(speaks(1), "CLASS_UNCOUNTED", "warning").message
-
-
-@pytest.mark.parametrize(("end", "told"), [(1, True), ([2, 1], True), (2, False), (None, False)])
-def test_class_uncounted_fires_on_rows_of_one_width_where_the_model_knows_its_end(end: Any, told: bool) -> None:
-    def speak() -> None:
-        net = Speaker()
-        net.config = SimpleNamespace(eos_token_id=end)  # type: ignore[assignment]
-        train(net, texts(1, 1, 9), 200, ignoring())
-
-    run = of(speak, ask=True)
-    if told:
-        assert "where to end" in fires(run, "CLASS_UNCOUNTED", "warning").message
-    else:
-        silent(run, "CLASS_UNCOUNTED")
 
 
 @pytest.mark.parametrize("batches", [
@@ -371,19 +356,6 @@ def test_a_loss_of_what_is_held_out_that_rises_above_a_guess_is_weighed(
     others = [one for one in fitted["classes"].facts if not isinstance(one, Printed)]
     found = outcome(Run([*others, Printed(label=label, steps=(0, 60), values=values, line=9)]))
     assert (found.word, "a constant guess has" in found.said) == (word, word == "undecided"), found.said
-
-
-@pytest.mark.parametrize(
-    ("label", "value", "word"),
-    [("test accuracy", 0.2, "undecided"), ("test accuracy", 0.4, "learning"), ("train accuracy", 0.2, "learning")],
-)
-def test_what_is_right_by_chance_alone_is_not_learned(label: str, value: float, word: str) -> None:
-    said = Printed(label=label, steps=(120,), values=(value,), file="train.py", line=9)
-    little = Training(
-        steps=120, loss=lambda step: 1.6 - 0.003 * step, call=call(guess=1.61, classes=5), after=(said,)
-    )  # fmt: skip
-    found = outcome(little.run())
-    assert (found.word, "guesses one of 5 classes" in found.said) == (word, word == "undecided")
 
 
 def test_what_it_prints_at_its_start_says_nothing_of_its_end(fitted: dict[str, Run]) -> None:
