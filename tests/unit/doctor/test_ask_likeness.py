@@ -99,14 +99,15 @@ def test_a_table_that_makes_no_difference_is_told(weights: tuple[float, float], 
     assert answer(train, "one-sided") == expected
 
 
-def attends(dim: int, *, places: int = 6) -> None:
-    """Additive attention over the places of a sequence."""
+def attends(dim: int, *, time_first: bool = False) -> None:
+    """Additive attention over the places of a sequence, whose samples may lie along its second dim."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     out = nn.Linear(4, 2)
     optimizer = torch.optim.Adam([*net.parameters(), *out.parameters()])
     for _ in range(4):
-        x = torch.randn(12, places, 4)
+        x = torch.randn(6, 12, 4) if time_first else torch.randn(12, 6, 4)
         optimizer.zero_grad()
+        x = x.transpose(0, 1) if time_first else x
         weights = torch.softmax(net(x).squeeze(2), dim=dim)
         F.cross_entropy(out(torch.bmm(weights.unsqueeze(1), x).squeeze(1)), torch.arange(12) % 2).backward()
         optimizer.step()
@@ -115,6 +116,11 @@ def attends(dim: int, *, places: int = 6) -> None:
 def test_attention_weights_over_the_batch_are_told() -> None:
     assert answer(lambda: attends(0), "softmax axis") == "yes"
     assert answer(lambda: attends(1), "softmax axis") == "no"
+
+
+def test_attention_weights_over_the_batch_are_told_behind_the_time() -> None:
+    assert answer(lambda: attends(0, time_first=True), "softmax axis") == "yes"
+    assert answer(lambda: attends(1, time_first=True), "softmax axis") == "no"
 
 
 def of_graph(mask: Callable[[torch.Tensor], torch.Tensor], *, whole: bool = False) -> None:

@@ -100,6 +100,8 @@ def softmax_axis(step: Step) -> Iterator[Probed]:
 def _over_the_batch(step: Step) -> Iterator[Probed]:
     """Weights that sum to 1 over the rows of the batch, in a product that takes each row by itself."""
     weights: dict[Slot, Operation] = {}
+    # the rows may be along the second dim of what is given, behind the time
+    sizes = {size for slot in step.needed & step.inputs for size in step.leaves[slot].shape[:2]}
     for operation in step.operations:
         given = operation.given
         if operation.name == "softmax" and operation.outs:
@@ -108,7 +110,7 @@ def _over_the_batch(step: Step) -> Iterator[Probed]:
             weights |= dict.fromkeys(operation.outs, weights[given[0]])
         elif operation.kind in ("bmm", "matmul") and given[0] in weights and step.needed & set(operation.outs):
             one, made = step.values[given[0]].detach(), weights[given[0]]
-            is_of_rows = one.dim() == 3 and len(one) == step.rows and one.shape[-1] > 1
+            is_of_rows = one.dim() == 3 and len(one) in sizes and one.shape[-1] > 1
             if is_of_rows and _sums_to_one(one, 0) and not _sums_to_one(one, -1):
                 dims = step.values[made.outs[0]].dim()
                 yield said(made, dim=0, dims=dims, summed=dims - 1)
