@@ -22,8 +22,6 @@ from anybatch.tensors.modules import modules_of
 Fake = FakeTensor
 _LOGGER = logging.getLogger(FakeTensorMode.__module__)
 _DEVICE = torch.ops.prim.device.default
-_MOST_KNOWN = 2**15
-"""Layouts that torch may remember, at most 50 MB of them; two plans of a transformer ask 1,500."""
 NAME = "anybatch_constant"
 
 
@@ -174,7 +172,6 @@ class Fakes:
     def __init__(self) -> None:
         # the fake mode in which to run operations on them; it makes other tensors fake, too
         self.mode: Any = _Mode()
-        self._known_before = len(FakeTensorMode.cache)
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
@@ -208,9 +205,6 @@ class Fakes:
     def let_go(self) -> None:
         """Releases the fake tensors; from now on operations on those that others still hold raise."""
         self.mode.is_over = True
-        if len(known := FakeTensorMode.cache) > _MOST_KNOWN:  # each batch may have other shapes, without end
-            for key in [*itertools.islice(known, self._known_before, None)]:
-                known.pop(key, None)
         self._made.clear()
         self._storages.clear()
 

@@ -316,18 +316,3 @@ def test_nothing_is_done_after_the_end() -> None:
         left + torch.ones(3)
     assert left.shape == (3,)
     assert str(left.device) == "cpu"
-
-
-def test_what_torch_remembers_is_bounded_and_what_others_asked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = torch._subclasses.FakeTensorMode.cache
-    with torch._subclasses.FakeTensorMode():
-        torch.zeros(7, 3).t()
-    before = set(known)
-    monkeypatch.setattr("anybatch.tensors.fakes._MOST_KNOWN", len(known) + 20)
-    for number in range(30):
-        fakes = Fakes()
-        with fakes.mode:
-            torch.zeros(number + 1000, 3).t().contiguous()
-        fakes.let_go()
-        assert len(known) <= len(before) + 20
-    assert before <= set(known)
