@@ -18,8 +18,8 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import Mode, tensors_in, written_by
-from anybatch.tensors.fakes import Fake
+from anybatch.tensors.dispatch import Mode, current_mode, tensors_in, written_by
+from anybatch.tensors.fakes import Fake, QuickFakeMode
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
 
@@ -254,7 +254,8 @@ class Recording(Mode):
             raise OverBudget(self._current + makes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        below = current_mode()
+        return below.result_of(func, args, kwargs) if type(below) is QuickFakeMode else func(*args, **kwargs)
 
     def _note_writes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""

@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 
 from anybatch.torch_private import (
     NOBODY_IS_ASKED,
@@ -23,7 +24,7 @@ from anybatch.torch_private import (
 )
 
 __all__ = [
-    "NUMBERLESS", "Mode", "TorchDispatchMode", "function_modes_paused", "function_modes_resumed",
+    "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
     "has_numbers", "item_of", "nobody_looks", "tensors_in", "unseen",
     "without_modes", "without_user_modes", "written_by",
 ]  # fmt: skip

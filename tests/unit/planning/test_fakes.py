@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.memory.meter import Recording
-from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.modules import modules_of
 
@@ -232,87 +230,3 @@ def test_planning_logs_nothing_of_what_fails_on_fake_tensors_and_what_the_loss_l
         for logger in (own, torchs):
             logger.removeHandler(handler)
     assert not torchs.filters
-
-
-class Between(TorchDispatchMode):
-    """A mode of the user's that counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_between_a_recording_and_fake_tensors_sees_every_operation() -> None:
-    mode, between = Fakes().mode, Between()
-    found = []
-    for inner in (contextlib.nullcontext(), between):
-        with mode, inner, Recording(counts_fakes=True) as recording:
-            x = torch.empty(4, 4, requires_grad=True)
-            for _ in range(3):
-                ((x + x).t().sum() * 2).backward()
-        found.append(([name for name in recording.operations if name != "device"], recording.live_bytes()))
-        assert type(x.grad) is type(x)
-    assert found[0] == found[1]
-    beside = ("device", "detach")  # torch 2.6 detaches once more below a recording
-    seen, recorded = ([name for name in names if name not in beside] for names in (between.seen, found[0][0]))
-    assert seen == recorded
-
-
-def test_values_are_asked_of_torch_each_time() -> None:
-    with Fakes().mode:
-        assert [torch.tensor(number).item() for number in (1, 2, 2, 3)] == [1, 2, 2, 3]
-        torch.tensor(0.0).fill_(3.0)
-        for _ in range(2):
-            number = torch.tensor(1.0)
-            number.add_(1.0)
-            assert number.item() == 2.0
-            with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
-                torch.empty(3).sum().item()
-
-
-def test_default_dtypes_and_inference_are_told_apart() -> None:
-    with Fakes().mode:
-        whole = torch.ones(3, dtype=torch.int64)
-        assert (whole / 2).dtype == torch.float32
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert (whole / 2).dtype == torch.float64
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert not (whole / 2).is_inference()
-        with torch.inference_mode():
-            assert (whole / 2).is_inference()
-
-
-def test_what_can_not_be_is_refused_however_often() -> None:
-    with Fakes().mode:
-        one, two = torch.empty(3, 4), torch.empty(2, 4)
-        for _ in range(3):
-            with pytest.raises(RuntimeError):
-                one.add_(two)
-            with pytest.raises(RuntimeError):
-                torch._foreach_add_([one, one, one], [one, two, one])
-
-
-def test_what_torch_remembers_keeps_nothing_alive() -> None:
-    fakes = Fakes()
-    with fakes.mode:
-        results = [torch.empty(4, 4).t().sum(0) for _ in range(3)]
-    assert len(results) == 3
-    del results
-    assert not fakes.alive()
-
-
-def test_nothing_is_done_after_the_end() -> None:
-    fakes = Fakes()
-    with fakes.mode:
-        left = torch.empty(3)
-    fakes.let_go()
-    with pytest.raises(RuntimeError, match="a trace that has ended"):
-        left + torch.ones(3)
-    assert left.shape == (3,)
-    assert str(left.device) == "cpu"
