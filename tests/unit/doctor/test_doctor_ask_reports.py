@@ -314,6 +314,39 @@ def test_an_actor_that_looks_for_small_values_is_told(sign: float, expected: str
     assert answer(train, "small value") == expected
 
 
+class TwoHeads(nn.Module):
+    """A critic with two heads, the second of which is the larger at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 1), nn.Linear(5, 1)
+        with torch.no_grad():
+            self.one.bias.fill_(-0.5)
+            self.two.bias.fill_(3.0)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, "yes"), (-1.0, "no")])
+def test_an_actor_of_the_smaller_of_two_heads_is_told(sign: float, expected: str) -> None:
+    def train() -> None:
+        actor, critic = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), TwoHeads()
+        of_actor, of_critic = torch.optim.Adam(actor.parameters()), torch.optim.Adam(critic.parameters(), lr=0.3)
+        for _ in range(16):
+            s, a, r = torch.randn(ROWS, 3), torch.rand(ROWS, 2), torch.randn(ROWS, 1)
+            one, two = critic(torch.cat([s, a], 1))
+            target = aim(r, torch.zeros_like(r))
+            of_critic.zero_grad()
+            (F.mse_loss(one, target) + F.mse_loss(two, target)).backward()
+            of_critic.step()
+            of_actor.zero_grad()
+            (sign * torch.min(*critic(torch.cat([s, actor(s)], 1))).mean()).backward()
+            of_actor.step()
+
+    assert answer(train, "small value") == expected
+
+
 def test_an_action_that_a_best_value_does_without_is_unread() -> None:
     text = "def learn(batch):\n  s, a, r, t = batch\n  y = r + GAMMA * q(t).max(1)[0]\n  loss({}, y).backward()"
     assert list(unread(ast.parse(text.format("q(s).max(1)[0]")), {4})) == [("a", 2)]

@@ -61,10 +61,12 @@ def _against_values(
     with contextlib.suppress(Unknown):
         calls = _calls(of_actor, own)
         # by its last loss alone: since its step before, the critic has been trained, too
-        run, _, _ = _at_first(of_actor, initial)
         loss = of_actor.losses[-1]
-        found = _differentiated(loss.weight * run.values[loss.slot].sum(), [run.values[score] for _, score in calls])
-        slopes = _sums(found)
+        slopes = list[float]()
+        for held in (initial, {}):  # of two heads, the one that is smaller counts, at first or by now
+            run, _, _ = _at_first(of_actor, held)
+            ends = loss.weight * run.values[loss.slot].sum()
+            slopes = slopes if any(slopes) else _sums(_differentiated(ends, [run.values[score] for _, score in calls]))
         wrong = bool(slopes) and all(one >= 0 for one in slopes) and any(slopes)
         yield told("small value", loss, answer="yes" if wrong else "no", **evidence)
 
