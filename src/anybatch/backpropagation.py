@@ -265,6 +265,8 @@ class RepeatedBackward(Gradient):
         [3, 1]
     """
 
+    _verb = None  # whose name a trainer's user does not know
+
     def __init__(
         self,
         model: torch.nn.Module,

@@ -37,7 +37,7 @@ class Engine:
         beside: what a plan is made for that is not among the options, by the names of ``Subject``.
     """
 
-    _verb: Verb = "backward"
+    _verb: Verb | None = "backward"
 
     def __init__(
         self, options: Options, proofs: Proofs, *, devices: "Devices | None" = None, makes_scaler: bool = False,

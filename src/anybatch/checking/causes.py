@@ -13,7 +13,7 @@ import torch
 from anybatch.records.certificates import Reason
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
-_COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
+COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
 _CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
 _BY_THE_FIRST = (
     "by the samples that it is given: with the whole batch by all of them, in a split by those of the first "
@@ -107,7 +107,7 @@ CAUSES: dict[str, Cause] = {
     "too few": Cause(
         "fails",
         "{fails} The loss needs more of the samples than a micro-batch has, or another size that is the whole batch's.",
-        (WHOLE, _COUPLED),
+        (WHOLE, COUPLED),
     ),
     # what the loss is averaged over
     "count": Cause("count", "The loss is averaged over {items:g} {what}, not over {given}.{also}", ("{line}",)),
@@ -163,7 +163,7 @@ CAUSES: dict[str, Cause] = {
         "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
         (
             WHOLE,
-            _COUPLED,
+            COUPLED,
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
@@ -183,7 +183,7 @@ CAUSES: dict[str, Cause] = {
         "that a part without items reaches: its parts give the whole gradient by weights that no count gives.",
         (
             WHOLE,
-            _COUPLED,
+            COUPLED,
             "loss = items.log().mean()  # the function of each sample, and then the mean: another loss",
             "return anybatch.Mean(total, number)  # if it is total / number.clamp(min=1)",
         ),
@@ -196,7 +196,7 @@ CAUSES: dict[str, Cause] = {
         (
             "loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean",
             WHOLE,
-            _COUPLED,
+            COUPLED,
         ),
     ),
     "encode": Cause(
@@ -223,7 +223,7 @@ CAUSES: dict[str, Cause] = {
         "The loss of all {rows} samples, from what the model gives in the micro-batches, has another gradient by its "
         "outputs, {error:off}. It depends on more samples than a micro-batch has, such as a fixed number of the "
         "hardest, or a number that a micro-batch may lack.",
-        (WHOLE, _COUPLED),
+        (WHOLE, COUPLED),
     ),
     "full mask": Cause(
         "count",
@@ -239,7 +239,7 @@ CAUSES: dict[str, Cause] = {
         "Micro-batches give the whole batch's gradient now, and another one once the model gives other numbers, such "
         "as more certain ones: the loss takes those samples only that are above a threshold or active, and divides by "
         "how many these are, or bounds what they give together.",
-        ("return anybatch.Mean(taken.sum(), number)  # and not taken.sum() / number", WHOLE, _COUPLED),
+        ("return anybatch.Mean(taken.sum(), number)  # and not taken.sum() / number", WHOLE, COUPLED),
     ),
     "time": Cause(
         "time",

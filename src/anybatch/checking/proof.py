@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import COUPLED, WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
@@ -35,7 +35,7 @@ from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import NONE_ALIKE
-from anybatch.update.refusals import without_statistics
+from anybatch.update.refusals import Verb, without_statistics
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 CERTAIN = 128
@@ -64,6 +64,15 @@ _MEET = (
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
+_BY_VERB: dict[Verb | None, dict[str, str]] = {  # remedies that are worded for TrainStep
+    "backward": {
+        WHOLE: "anybatch.backward(model, loss_fn, batch)  # no micro_batch_size: the whole batch at once",
+    },
+    None: {
+        WHOLE: "one batch for each update, without micro_batch_size= and memory=  # the whole batch at once",
+        COUPLED: "anybatch.TrainStep(model, anybatch.Coupled(encode, loss), optimizer)  # in a loop of your own: exact",
+    },
+}
 
 Way = Callable[[int], Iterator[Cut]]  # to cut so many samples at most
 Compared = Iterator[Difference | str]
@@ -536,13 +545,18 @@ def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
     return None
 
 
-def refusal(proof: Proof, reason: Reason, model: str, *, is_of_ranks: bool = False) -> NotSplittable:
+def refusal(
+    proof: Proof, reason: Reason, model: str, verb: Verb | None = "TrainStep", *, is_of_ranks: bool = False
+) -> NotSplittable:
     """The error for a step that may not be split.
 
     Args:
+        verb: what the user called, by which remedies are worded; ``None`` for the trainer of another library.
         is_of_ranks: whether each rank has a part of the batch, so that none runs it whole.
     """
-    remedies = "".join(f"\n    {line}" for line in reason.remedies if not is_of_ranks or line != WHOLE)
+    worded_by = _BY_VERB.get(verb, {})
+    lines = (worded_by.get(line, line) for line in reason.remedies if not is_of_ranks or line != WHOLE)
+    remedies = "".join(f"\n    {line}" for line in lines)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (

@@ -335,7 +335,8 @@ class Proofs:
             if self._is_news(reason.message):
                 warn("\n    ".join((reason.message, *reason.remedies)))
         elif reason is not None:
-            error = refusal(proof, reason, type(task.model).__name__, is_of_ranks=task.settings.reducer.is_shared)
+            name, is_of_ranks = type(task.model).__name__, task.settings.reducer.is_shared
+            error = refusal(proof, reason, name, task.verb, is_of_ranks=is_of_ranks)
             if self.verify == "first":
                 raise error
             warn(str(error))

@@ -122,3 +122,15 @@ def test_hooks_that_are_linear_pass(hook: Any) -> None:
     proof = anybatch.backward(model, mean, batch_of(), micro_batch_size=4).proof
     assert proof is not None
     assert proof.exact
+
+
+def test_remedies_name_what_was_called() -> None:
+    def spread(model: Any, batch: Batch) -> torch.Tensor:
+        return model(batch["x"]).std(0).mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(anybatch.NotSplittable, match=r"anybatch\.backward\(model, loss_fn, batch\)  # no micro_batch"):
+        anybatch.backward(net(), spread, batch_of(), micro_batch_size=4)
+    model = net()
+    step = anybatch.TrainStep(model, spread, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=4)
+    with pytest.raises(anybatch.NotSplittable, match=r"anybatch\.TrainStep\(model, loss_fn, optimizer\)  # no micro"):
+        step(batch_of())

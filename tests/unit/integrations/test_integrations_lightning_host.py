@@ -210,8 +210,9 @@ def _fitted(module: pl.LightningModule, accumulate: int, **options: Any) -> Exac
     "loss", [lambda _, out: out.std(0).mean(), lambda own, out: out.square().mean() * min(1.0, own.calls / 10)]
 )
 def test_the_batches_of_a_window_are_proved_as_the_parts_of_a_batch_are(loss: Any) -> None:
-    with pytest.raises(anybatch.NotSplittable):
+    with pytest.raises(anybatch.NotSplittable) as refused:
         _fitted(Joined(loss), 2)
+    assert "anybatch.TrainStep(model, loss_fn, optimizer)" not in str(refused.value)
     _fitted(Joined(loss), 1)
     _fitted(Joined(loss), 2, verify="off")
     _fitted(Joined(lambda _, out: out.square().mean()), 2)
