@@ -131,7 +131,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "overlap": {"apart": 30, "pairs": 32},
-    "outweighed": {"loss": 0.32, "alone": 0.14, "by": 39, "rows": 64},
+    "outweighed": {"loss": 0.32, "alone": 0.14, "by": 39, "rows": 64, "penalty": False},
     "unmoved": {"steps": 12},
     "unseen errors": {"share": 0.6, "rows": 32, "shape": [32, 4], "turned": 28, "boxes": True},
     "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},

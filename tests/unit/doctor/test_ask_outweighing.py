@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask import fitting
-from test_doctor_ask import answer, nothing_was_compiled
+from test_doctor_ask import answer, asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -63,6 +63,17 @@ def weighed(weight: float) -> Callable[..., torch.Tensor]:
 )
 def test_a_term_that_outweighs_another_is_told(loss: Callable[..., torch.Tensor], batch: Any, expected: str) -> None:
     assert answer(lambda: trained(Latent(), batch, loss), "outweighed") == expected
+
+
+def test_a_penalty_on_the_weights_that_outweighs_the_loss_is_told_as_one() -> None:
+    net = Latent()
+
+    def penalised(made: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[0], x) + 10.0 * sum((one.square().sum() for one in net.parameters()), torch.zeros(()))
+
+    (found,) = [one for one in asked(lambda: trained(net, of_images, penalised), "outweighed") if one.answer == "yes"]
+    assert found.evidence["penalty"]
+    assert not asked(lambda: trained(Latent(), of_images, weighed(100.0)), "outweighed")[0].evidence["penalty"]
 
 
 @pytest.mark.parametrize(("times", "expected"), [(0.5, "yes"), (1.5, "no")])

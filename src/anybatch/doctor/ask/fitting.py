@@ -66,9 +66,12 @@ def outweighed(step: Step) -> Iterator[Probed]:
     for slot, at in parts:
         alone = _learned(step, replace(step.loss, slot=slot), meetings, end)
         if alone is not None and alone < float(values[slot].detach().sum()):
-            others = {one.line: abs(float(values[other].detach().sum())) for other, one in parts if other != slot}
+            others = [
+                (abs(float(values[other].detach().sum())), one.line, other) for other, one in parts if other != slot
+            ]
+            _, by, other = max(others)
             seen: dict[str, Any] = {"loss": float(values[slot].detach().sum()), "alone": alone, "rows": step.rows}
-            yield said(at, by=max(others, key=lambda one: others[one]), **seen)
+            yield said(at, by=by, penalty=step.made_of(other).isdisjoint(step.inputs), **seen)
 
 
 @asks("only penalised")
