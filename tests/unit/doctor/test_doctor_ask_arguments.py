@@ -185,6 +185,14 @@ def test_positive_targets_that_are_rare_and_weigh_less_are_told(weight: float, s
     assert answer(lambda: marked(weight, share), "positive weights") == expected
 
 
+@pytest.mark.parametrize(
+    ("weight", "share", "expected"), [(500.0, 0.5, "yes"), (4.0, 0.5, "no"), (7.0, 0.12, "no"), (9.0, 0.97, "no")]
+)
+def test_a_class_that_is_nearly_all_of_a_loss_by_its_weight_is_told(weight: float, share: float, expected: str) -> None:
+    assert answer(lambda: marked(weight, share), "drowning weights") == expected
+    assert answer(lambda: weighed([1.0, weight], 1 - share), "drowning weights") == expected
+
+
 def test_a_picture_that_is_full_of_what_is_rare_says_nothing_of_a_weight() -> None:
     net = nn.Conv2d(1, 1, 3, padding=1)
     optimizer = torch.optim.Adam(net.parameters())

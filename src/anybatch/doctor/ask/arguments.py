@@ -25,6 +25,7 @@ _TWICE = 2
 _RARE = 3.0  # times as many targets of one class as of another
 _HEAVY = 2.0  # times the weight of another class
 _NO_WEIGHT = 1e-30  # in the place of 0, which has no logarithm
+_NEARLY_ALL, _NOT_ALL = 0.97, 0.8  # of a loss, and of the targets
 _ENOUGH = 32  # targets, and entries of an input
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose")
 _ALIKE = 0.9  # a correlation
@@ -105,6 +106,29 @@ def _only(one: torch.Tensor) -> tuple[int | float, ...] | None:
 @asks("class weights")
 def class_weights(step: Step) -> Iterator[Probed]:
     """Whether classes weigh the more, the more targets they have."""
+    for operation, counts, weight in _weights_of_classes(step):
+        yield from _favoured(operation, counts[weight > 0], weight[weight > 0])
+
+
+@asks("positive weights")
+def positive_weights(step: Step) -> Iterator[Probed]:
+    """Whether the rarer of two classes weighs less, by what a loss of marks multiplies the positive ones with."""
+    for operation, counts, weight in _weights_of_marks(step):
+        yield from _favoured(operation, counts, weight)
+
+
+@asks("drowning weights")
+def drowning_weights(step: Step) -> Iterator[Probed]:
+    """Whether one class is nearly all of a loss by its weight alone."""
+    for operation, counts, weight in (*_weights_of_classes(step), *_weights_of_marks(step)):
+        shares, known = counts * weight.double() / (counts * weight.double()).sum(), counts / counts.sum()
+        most = int(shares.argmax())
+        if counts.sum() >= _ENOUGH and float(shares[most]) > _NEARLY_ALL and float(known[most]) < _NOT_ALL:
+            yield said(operation, weight=float(weight[most]), of=float(shares[most]), targets=float(known[most]))
+
+
+def _weights_of_classes(step: Step) -> Iterator[tuple[Operation, torch.Tensor, torch.Tensor]]:
+    """Losses of classes with weights, how many targets each class has, and what it weighs."""
     for operation in step.operations:
         given = _given(operation)
         weight, target = (step.values.get(given[one]) if type(given.get(one)) is Slot else None
@@ -112,13 +136,12 @@ def class_weights(step: Step) -> Iterator[Probed]:
         if weight is None or target is None or target.dtype != torch.int64:
             continue
         weight, target = weight.detach().cpu(), target.cpu()
-        counts = torch.bincount(target[(target >= 0) & (target < len(weight))].flatten(), minlength=len(weight))
-        yield from _favoured(operation, counts[weight > 0], weight[weight > 0])
+        known = target[(target >= 0) & (target < len(weight))]
+        yield operation, torch.bincount(known.flatten(), minlength=len(weight)), weight
 
 
-@asks("positive weights")
-def positive_weights(step: Step) -> Iterator[Probed]:
-    """Whether the rarer of two classes weighs less, by what a loss of marks multiplies the positive ones with."""
+def _weights_of_marks(step: Step) -> Iterator[tuple[Operation, torch.Tensor, torch.Tensor]]:
+    """The same of losses of marks, of which one number is what positive ones weigh."""
     for operation in step.used("binary_cross_entropy_with_logits"):
         weight = operation.kwargs.get("pos_weight")
         target = step.values[operation.given[1]].detach() if len(operation.given) > 1 else None
@@ -127,8 +150,7 @@ def positive_weights(step: Step) -> Iterator[Probed]:
             continue
         if target.numel() == len(target):  # not of places in a few pictures, of which one may be full of what is rare
             positive = int(target.sum())
-            counts = torch.tensor([target.numel() - positive, positive])
-            yield from _favoured(operation, counts, torch.tensor([1.0, float(weight)]))
+            yield operation, torch.tensor([target.numel() - positive, positive]), torch.tensor([1.0, float(weight)])
 
 
 def _favoured(operation: Operation, counts: torch.Tensor, weight: torch.Tensor) -> Iterator[Probed]:
