@@ -530,6 +530,13 @@ def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
     return None
 
 
+def remedies_of(reason: Reason, verb: Verb | None, *, is_of_ranks: bool = False) -> str:
+    """What to do instead, a line each, as ``refusal`` says it."""
+    worded_by = _BY_VERB.get(verb, {})
+    lines = (worded_by.get(line, line) for line in reason.remedies if not is_of_ranks or line != WHOLE)
+    return "".join(f"\n    {line}" for line in lines)
+
+
 def refusal(
     proof: Proof, reason: Reason, model: str, verb: Verb | None = "TrainStep", *, is_of_ranks: bool = False
 ) -> NotSplittable:
@@ -539,9 +546,7 @@ def refusal(
         verb: what the user called, by which remedies are worded; ``None`` for the trainer of another library.
         is_of_ranks: whether each rank has a part of the batch, so that none runs it whole.
     """
-    worded_by = _BY_VERB.get(verb, {})
-    lines = (worded_by.get(line, line) for line in reason.remedies if not is_of_ranks or line != WHOLE)
-    remedies = "".join(f"\n    {line}" for line in lines)
+    remedies = remedies_of(reason, verb, is_of_ranks=is_of_ranks)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (

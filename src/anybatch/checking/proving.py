@@ -328,13 +328,14 @@ class Proofs:
             own.known = self.latest = found[0]
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
-        from anybatch.checking.proof import refusal
+        from anybatch.checking.proof import refusal, remedies_of
 
+        is_of_ranks = task.settings.reducer.is_shared
         if reason is not None and proof.exact:
             if self._is_news(reason.message):
-                warn("\n    ".join((reason.message, *reason.remedies)))
+                warn(reason.message + remedies_of(reason, task.verb, is_of_ranks=is_of_ranks))
         elif reason is not None:
-            name, is_of_ranks = type(task.model).__name__, task.settings.reducer.is_shared
+            name = type(task.model).__name__
             error = refusal(proof, reason, name, task.verb, is_of_ranks=is_of_ranks)
             if self.verify == "first":
                 raise error
