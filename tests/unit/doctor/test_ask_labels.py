@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from answer_runs import EVIDENCE
+from answer_runs import asked as answered
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Printed, Probed
@@ -59,6 +60,16 @@ def test_the_last_of_several_numbers_that_a_step_prints_is_not_what_is_known() -
         assert outcome(swept.run()).word == word
         epochs = replace(said, steps=(40, 80, 120))  # of which the last one is what became of it
         assert outcome(replace(swept, after=(epochs,)).run()).word == "undecided"
+
+
+def test_labels_unrelated_is_quiet_about_numbers_that_are_learned_late() -> None:
+    """As the texture of a picture, which is finer than what lies between the samples that were kept."""
+    late = replace(
+        answered("labels", "yes"), loss=lambda step: 2.3 if step < 50 else 0.1, call=call(guess=2.3), steps=120
+    )
+    quiet(late.run(), "LABELS_UNRELATED")
+    of_classes = answered("labels", "yes", {"classes": 10}).after
+    fires(replace(late, after=of_classes).run(), "LABELS_UNRELATED", "warning")
 
 
 def test_labels_unrelated_is_quiet_about_the_labels_of_a_game() -> None:

@@ -108,14 +108,6 @@ def test_labels_unrelated_is_quiet_where_the_loss_falls_at_once() -> None:
     quiet(asked("labels", "no").run(), "LABELS_UNRELATED")
 
 
-def test_labels_unrelated_is_quiet_about_numbers_that_are_learned_late() -> None:
-    """As the texture of a picture, which is finer than what lies between the samples that were kept."""
-    late = replace(asked("labels", "yes"), loss=lambda step: 2.3 if step < 50 else 0.1, call=call(guess=2.3), steps=120)
-    quiet(late.run(), "LABELS_UNRELATED")
-    of_classes = asked("labels", "yes", {"classes": 10}).after
-    fires(replace(late, after=of_classes).run(), "LABELS_UNRELATED", "warning")
-
-
 def test_field_unread_fires_and_names_the_field() -> None:
     assert "(1 - done)" in fires(asked("unread field", "yes").run(), "FIELD_UNREAD", "warning").fix
 
