@@ -33,7 +33,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "distance as score": {"op": "sum"},
     "drawn near": {"op": "embedding", "rows": 640},
     "one-sided": {"op": "embedding", "loss": 0.1, "others": 0.1, "beside": 0.9},
-    "given at its place": {"op": "cross_entropy", "places": 9, "tokens": True},
+    "given at its place": {"op": "cross_entropy", "places": 9},
     "order ignored": {"places": 9, "loss": 2.1},
     "hides nothing": {"op": "where", "value": True, "entries": 80, "limit": 0.0},
     "sampling level": {"calls": 40, "level": 0.0, "rows": 384},

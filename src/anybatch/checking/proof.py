@@ -34,7 +34,6 @@ from anybatch.records.proofs import Proof
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import NONE_ALIKE
 from anybatch.update.refusals import Verb, without_statistics
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -48,10 +47,9 @@ _AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
-_ALIKE = "what is drawn once for the batch is the same in all micro-batches: each begins with the same random numbers"
 _ANEW = (
-    "torch draws something once for the batch, such as a layer that is left out, and beside it for each sample: in "
-    "micro-batches once for each of them; draw it before the step, and give it as data"
+    "torch draws numbers that are of no sample, such as which layer is left out: once in each micro-batch, where the "
+    "whole batch has them once; draw them before the step and give them as data, or run the whole batch at once"
 )
 _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
@@ -111,8 +109,10 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = with_note(proof, f"as long as `{reason.where}` makes no difference")
-        if proof.exact and (trial.draws_elsewhere or trial.draws_shared):
-            proof = prover.drawn(proof)
+        if proof.exact and trial.draws_elsewhere:
+            proof = with_note(proof, _OTHERS)
+        if proof.exact and trial.draws_shared:
+            proof = with_note(proof, _ANEW)
         if prover.is_of_now:
             proof = with_note(
                 proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
@@ -277,23 +277,6 @@ class _Prover:
             Failure(error).release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
 
-    def drawn(self, proof: Proof) -> Proof:
-        """The same, with what the micro-batches draw alike, and what not."""
-        alike, trial = NONE_ALIKE, self._trial
-        with tolerated():
-            for cut in islice(self._cuts.inside(self._cuts.most), 1):
-                alike = trial.alike(cut, in_single=self._is_low)
-        notes = [_ALIKE] if any(alike) else []
-        notes += [_OTHERS] if trial.draws_elsewhere and not alike[1] else []
-        notes += [_ANEW] if trial.draws_shared and not alike[0] else []
-        return replace(with_note(proof, "; ".join(notes)), alike=alike)
-
-    @property
-    def _is_low(self) -> bool:
-        """Whether the step computes in low precision."""
-        is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
-        return is_low or self._task.settings.autocast is not None
-
     def _in_blocks(self, coupled: Coupled) -> Found | None:
         """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
         with tolerated():  # the loss may take blocks of some sizes only
@@ -405,7 +388,9 @@ class _Prover:
 
     def _compared(self, cuts: Way, *, in_single: bool | None = None) -> Compared:
         """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
-        in_single = self._is_low if in_single is None else in_single
+        if in_single is None:
+            is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
+            in_single = is_low or self._task.settings.autocast is not None
         most, largest, note = self._cuts.most, self._cuts.largest, ""
         if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
             most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
@@ -545,6 +530,13 @@ def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
     return None
 
 
+def remedies_of(reason: Reason, verb: Verb | None, *, is_of_ranks: bool = False) -> str:
+    """What to do instead, a line each, as ``refusal`` says it."""
+    worded_by = _BY_VERB.get(verb, {})
+    lines = (worded_by.get(line, line) for line in reason.remedies if not is_of_ranks or line != WHOLE)
+    return "".join(f"\n    {line}" for line in lines)
+
+
 def refusal(
     proof: Proof, reason: Reason, model: str, verb: Verb | None = "TrainStep", *, is_of_ranks: bool = False
 ) -> NotSplittable:
@@ -554,9 +546,7 @@ def refusal(
         verb: what the user called, by which remedies are worded; ``None`` for the trainer of another library.
         is_of_ranks: whether each rank has a part of the batch, so that none runs it whole.
     """
-    worded_by = _BY_VERB.get(verb, {})
-    lines = (worded_by.get(line, line) for line in reason.remedies if not is_of_ranks or line != WHOLE)
-    remedies = "".join(f"\n    {line}" for line in lines)
+    remedies = remedies_of(reason, verb, is_of_ranks=is_of_ranks)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (

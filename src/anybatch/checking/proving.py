@@ -26,7 +26,7 @@ from anybatch.options import Verify
 from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
-from anybatch.update.passes import NONE_ALIKE, Task
+from anybatch.update.passes import Task
 from anybatch.update.transaction import Snapshot, Unproved
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Proofs:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
             Unproved: under a plan, before the proof of a batch that may take more than was planned for.
         """
-        reducer, task.on_loss, task.alike = task.settings.reducer, None, NONE_ALIKE
+        reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
         is_of_ranks = reducer.is_shared and task.splittable.rows > 1 and task.splittable.obstacle is None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part or is_of_ranks)
@@ -129,8 +129,8 @@ class Proofs:
             task = replace(task, splittable=copy.copy(task.splittable))
             if holds:
                 self._watch(own, task)
-        if known is not None and holds and not reducer.is_sharded:
-            self.latest, task.alike = known, known.alike
+        if holds and not reducer.is_sharded:
+            self.latest = known
             return task, None
         split = Split(task, parts, parameters, optimizations, update)
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
@@ -291,7 +291,6 @@ class Proofs:
             if two is not None:
                 self._conclude(*two, task)
         self.latest = self._kept(own, proof)
-        task.alike = proof.alike
         if proof.outcome == "undecided" and self._is_news(proof.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
@@ -329,13 +328,14 @@ class Proofs:
             own.known = self.latest = found[0]
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
-        from anybatch.checking.proof import refusal
+        from anybatch.checking.proof import refusal, remedies_of
 
+        is_of_ranks = task.settings.reducer.is_shared
         if reason is not None and proof.exact:
             if self._is_news(reason.message):
-                warn("\n    ".join((reason.message, *reason.remedies)))
+                warn(reason.message + remedies_of(reason, task.verb, is_of_ranks=is_of_ranks))
         elif reason is not None:
-            name, is_of_ranks = type(task.model).__name__, task.settings.reducer.is_shared
+            name = type(task.model).__name__
             error = refusal(proof, reason, name, task.verb, is_of_ranks=is_of_ranks)
             if self.verify == "first":
                 raise error

@@ -40,7 +40,7 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import NONE_ALIKE, Progress, Task, run_pass
+from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
 _ROUNDINGS = 128
@@ -143,7 +143,7 @@ class Trial:
         reached = (*task.modules, *reached_modules(task.model, task.loss_fn).values())
         self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
-        devices = self._devices = devices_among(self._every_module)
+        devices = devices_among(self._every_module)
         self._has_moved = False
         self.counts: bool | None = None  # whether a run counts in Python; ``None`` as long as nothing was run
         # whether a run moves buffers, or there is a flag among them
@@ -162,8 +162,6 @@ class Trial:
         self.effects = SideEffects([*self._modules, *functions], tensors=False)
         self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
-        self._ended = self._random  # where the last run left the generators
-        self._may_draw_alike = task.is_in_turn and not self._is_shared
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
         """Runs a cut whole and in parts.
@@ -187,11 +185,6 @@ class Trial:
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
         found = self._compared(cut, whole, split, draws=draws, in_single=in_single)
         self.draws_shared |= numbers is not None and numbers.in_parts.is_shared and not numbers.in_parts.is_uneven
-        if not found.is_none and whole.drew_others and self._may_draw_alike:
-            with self._as(self._task.loss_fn, alike=(False, True)):
-                split = self.run(cut, cut.parts, numbers)
-            other = self._compared(cut, whole, split, draws=draws, in_single=in_single)
-            found = other if other.is_none else found
         if not found.is_none:
             return found
         seeded = None if in_pieces or not (draws or whole.drew_torch) else self._seeded(cut, numbers)
@@ -210,29 +203,6 @@ class Trial:
             split = self.run(cut, cut.parts, numbers)
         operations = [draw.operation for draw in numbers.draws]
         return (self._compared(cut, whole, split).error, operations) if repeats(of_whole, of_parts) else None
-
-    def alike(self, cut: Cut, *, in_single: bool) -> tuple[bool, bool]:
-        """Which random numbers, of torch and of Python and NumPy, are drawn once for the batch, whatever its samples.
-
-        All micro-batches may begin with the same ones then: they have the gradient of the whole batch that begins with
-        them, and leave the generators where it does.
-        """
-        alike = NONE_ALIKE
-        for kind, draws in ((1, self.draws_elsewhere), (0, self.draws_shared)):
-            if draws and self._may_draw_alike:
-                tried = (False, True) if kind else (True, alike[1])
-                alike = tried if self._are_alike(cut, tried, in_single=in_single) else alike
-        return alike
-
-    def _are_alike(self, cut: Cut, tried: tuple[bool, bool], *, in_single: bool) -> bool:
-        numbers, of_torch = StandIns(SINGLE if in_single else None), tried[0]
-        with self._as(self._task.loss_fn, alike=tried), numbers.drawing() as drawn:
-            numbers.drawn = drawn if of_torch else None  # else numbers stand in for those of torch
-            whole, ended = self.run(cut, cut.whole, numbers), self._ended
-            split = self.run(cut, cut.parts, numbers)
-        shapes = {tuple(one.shape for one in forward) for forward in drawn}
-        is_of_no_sample = len(shapes) == 1 if of_torch else not ended.moved(self._ended)[1]
-        return is_of_no_sample and self._compared(cut, whole, split, in_single=in_single).is_none
 
     def _compared(
         self, cut: Cut, whole: Ran, other: Ran, *, draws: bool = False, in_single: bool = False
@@ -435,8 +405,7 @@ class Trial:
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
-        self._ended = RandomState(self._devices)
-        (of_torch, others), (own_of_torch, own_others) = self._random.moved(self._ended), self.effects.drew()
+        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self.effects.drew()
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager

@@ -254,10 +254,13 @@ class _Peak(Mode):
         return result
 
     def _look(self, made: list[torch.Tensor]) -> None:
-        self._known.update((storage._cdata, weakref.ref(storage)) for one in made for storage in storages_of(one))
-        alive = [(key, storage) for key, reference in self._known.items() if (storage := reference()) is not None]
-        self._known = {key: self._known[key] for key, _ in alive}
-        self.most = max(self.most, sum(storage.nbytes() for _, storage in alive if storage.device.type != "meta"))
+        for new in (storage for one in made for storage in storages_of(one)):
+            if new.device.type != "meta":
+                self._known[new._cdata] = weakref.ref(new)
+        alive = [storage for reference in self._known.values() if (storage := reference()) is not None]
+        if len(self._known) > 2 * len(alive):
+            self._known = {storage._cdata: weakref.ref(storage) for storage in alive}
+        self.most = max(self.most, sum(storage.nbytes() for storage in alive))
 
 
 def _before(subject: Subject) -> int:

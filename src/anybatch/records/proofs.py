@@ -32,9 +32,6 @@ class Proof(Plain):
     group: int = 1  # samples that stand together and have to stay so; 1 for none
     is_of_batch: bool = False  # whether which samples belong together lies in the values of a batch
     chunks: tuple[int, ...] = ()  # of time, the numbers of steps in two ways to cut it that were compared
-    # whether all micro-batches begin with the same random numbers of torch, and with those of Python and NumPy, since
-    # they are drawn once for the batch
-    alike: tuple[bool, bool] = (False, False)
     note: str = ""  # why it is undecided, or another remark
 
     @property

@@ -37,30 +37,25 @@ class RandomState:
             if device.type not in ("cpu", "meta"):
                 self._devices[device] = _bytes(_generators(device).get_rng_state(device))
 
-    def restore(self, of_torch: bool = True, others: bool = True) -> None:
-        """Restores the saved generators of torch, and those of Python and NumPy."""
-        if others:
-            random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy.random"].set_state(self._numpy)
-        if of_torch:
-            torch.set_rng_state(_tensor(self._cpu))
-            for device, state in self._devices.items():
-                _generators(device).set_rng_state(_tensor(state), device)
+    def restore(self) -> None:
+        """Restores every saved generator."""
+        torch.set_rng_state(_tensor(self._cpu))
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+        for device, state in self._devices.items():
+            _generators(device).set_rng_state(_tensor(state), device)
 
     def is_now(self) -> bool:
         """Whether nothing was drawn since this was saved, see ``moved``."""
         return self.moved() == (False, False)
 
-    def moved(self, now: "RandomState | None" = None) -> tuple[bool, bool]:
+    def moved(self) -> tuple[bool, bool]:
         """Whether torch's generators, and whether Python's or NumPy's, were drawn from since this was saved.
 
         Compares bytes, without a torch operation that a trace would show. Ignores accelerators that were not named.
-
-        Args:
-            now: their state later; ``None`` for that of this moment.
         """
-        now = RandomState(self._devices) if now is None else now
+        now = RandomState(self._devices)
         of_torch = (self._cpu, self._devices) != (now._cpu, now._devices)
         # The first draw loads numpy.random; so does torch's compiler, which draws nothing.
         is_new = self._numpy is None and now._numpy is not None and now._numpy["state"].get("pos") != _UNDRAWN

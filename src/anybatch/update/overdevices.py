@@ -170,7 +170,7 @@ class OverDevices:
                 raise LossError(
                     f"with devices= {label} of shape {shape} requires a gradient, and only parameters of the model get "
                     "one. If it is trained, hold it in the model, as in torch.nn.Embedding, and put its indices into "
-                    "the batch; else detach it before the step, and have the loss call requires_grad_() on its part"
+                    "the batch; else give the batch without it, by .detach(), or train on one device"
                 )
             raise LossError(
                 f"with devices= the loss reaches {len(found)} leaves, the first of shape {shape}, "

@@ -27,7 +27,6 @@ from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, devices_of, modules_behind, modules_of
-from anybatch.tensors.randomness import RandomState
 from anybatch.update.batchnorm import (
     BatchNormPolicy,
     batch_norm_as,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from anybatch.loss.coupling import Coupled
     from anybatch.loss.sequence import OverTime
     from anybatch.parallel.devices import Devices
-
-NONE_ALIKE = False, False
 
 
 @dataclass
@@ -65,8 +62,6 @@ class Task:
     # has its own
     optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
     on_loss: Callable[..., None] | None = None  # is given losses, see ``Accumulation``
-    # whether each micro-batch begins with the random numbers of the first, of torch, and of Python and NumPy
-    alike: tuple[bool, bool] = NONE_ALIKE
     # the model, and the loss if it is a module; looked for if they are not given
     modules: Sequence[torch.nn.Module] = ()
     every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them
@@ -89,12 +84,6 @@ class Task:
         batches = [None] if self.splittable.is_collated else self.splittable.batches
         found = (over_time.cut_of(batch, length) for batch in batches)
         return max((one for one in found if one is not None), default=None)
-
-    @property
-    def is_in_turn(self) -> bool:
-        """Whether nothing but micro-batches in turn runs, each once and by itself."""
-        is_other = isinstance(self.loss_fn, InPieces) or as_coupled(self.loss_fn) is not None or self.count == FORWARD
-        return not is_other and self.devices is None and self.splittable.collate is None
 
     def optimized(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says."""
@@ -193,8 +182,6 @@ class Beginnings:
         self._progress = progress
         self._masks: Any = None
         self._begin_statistics: Callable[[], None] | None = None
-        self._task = task
-        self._random: RandomState | None = None  # at the beginning of the first micro-batch
         self.seed = seed
         if not differentiate:
             stack.enter_context(torch.no_grad())
@@ -219,10 +206,6 @@ class Beginnings:
     def begin(self, number: int) -> None:
         """Tells everybody that a micro-batch begins."""
         self._progress.micro_batch(number, len(self._parts))
-        if self._random is not None:
-            self._random.restore(*self._task.alike)
-        elif any(self._task.alike):
-            self._random = RandomState(devices_among(self._task.every_module))
         if self._begin_statistics is not None:
             self._begin_statistics()
         if self._masks is not None:
@@ -232,7 +215,7 @@ class Beginnings:
         """The micro-batches, each after everybody was told."""
         self._progress.micro_batch(0, len(self._parts))  # also what makes the first one can fail
         numbers = count()  # enumerate would keep a batch while the next one is made
-        acts = self._begin_statistics is not None or self._masks is not None or self._task.alike != NONE_ALIKE
+        acts = self._begin_statistics is not None or self._masks is not None
         for batch in batches:
             if acts:
                 self.begin(next(numbers))

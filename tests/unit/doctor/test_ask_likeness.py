@@ -1,6 +1,7 @@
 """Which way scores go, and what makes a difference to them: each fault beside its healthy twin."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def test_a_table_that_makes_no_difference_is_told(weights: tuple[float, float], 
     assert answer(train, "one-sided") == expected
 
 
+def test_a_table_of_a_small_effect_makes_a_difference() -> None:
+    ids = torch.randint(8, (4, 2, 64), generator=torch.Generator().manual_seed(0))
+    tells, noise = torch.linspace(-4, 4, 8), 0.01 * torch.randn(64)
+    batches = [(*one, tells[one[0]] + 0.1 * tells[one[1]] + noise) for one in ids]
+
+    def train() -> None:
+        net = Pairs()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+        for user, item, target in batches:
+            optimizer.zero_grad()
+            F.mse_loss(net(user, item, (1.0, 0.1)), target).backward()
+            optimizer.step()
+
+    assert answer(train, "one-sided") == "no"
+
+
 def attends(dim: int, *, time_first: bool = False) -> None:
     """Additive attention over the places of a sequence, whose samples may lie along its second dim."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -152,3 +169,32 @@ def test_a_mask_that_tells_nothing_apart_is_told(
     mask: Callable[[torch.Tensor], torch.Tensor], whole: bool, expected: str
 ) -> None:
     assert answer(lambda: of_graph(mask, whole=whole), "hides nothing") == expected
+
+
+def of_neighbours(numbers: list[torch.Tensor], mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Attention to lists of neighbours, a batch for each step."""
+    table, score, out = nn.Embedding(9, 8), nn.Linear(8, 1), nn.Linear(8, 2)
+    optimizer = torch.optim.Adam([*table.parameters(), *score.parameters(), *out.parameters()])
+    for given in numbers:
+        optimizer.zero_grad()
+        made = table(given.clamp(min=0))
+        weights = score(made).squeeze(2).masked_fill(mask(given), -1e9).softmax(1)
+        F.cross_entropy(out((weights[:, :, None] * made).sum(1)), torch.arange(len(given)) % 2).backward()
+        optimizer.step()
+
+
+def nothing_there(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers < 0
+
+
+def test_a_batch_without_padding_has_no_inverted_mask() -> None:
+    padded, whole = (torch.randint(least, 4, (16, 6)) for least in (-1, 0))
+    most_zeros = torch.arange(96).reshape(16, 6) % 3 // 2
+    for one in (whole, most_zeros):
+        batches = [padded, one, padded, padded]
+        assert answer(partial(of_neighbours, batches, nothing_there), "hides nothing") == "no"
+
+
+def test_a_window_as_wide_as_a_sequence_hides_nothing_and_is_none() -> None:
+    far = (torch.arange(12)[:, None] - torch.arange(12)).abs()
+    assert answer(lambda: of_neighbours([far.clamp(max=8)] * 4, lambda one: one > 8), "hides nothing") == "no"

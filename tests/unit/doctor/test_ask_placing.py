@@ -1,6 +1,7 @@
 """Targets that a net is given at their place, and tokens without an order: each fault beside its healthy twin."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -142,3 +143,74 @@ def test_attention_that_does_not_see_the_order_is_told(
             optimizer.step()
 
     assert answer(train, "order ignored") == expected
+
+
+class Driven(nn.Module):
+    """Follows other columns of the sequence than that of its targets, or all of them."""
+
+    def __init__(self, columns: slice) -> None:
+        super().__init__()
+        self.columns, self.head = columns, nn.Linear(8, 1)
+        self.net = nn.GRU(len(range(3)[columns]), 8, batch_first=True)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.net(batch[..., self.columns])[0]).squeeze(-1)
+        return F.mse_loss(out, batch[..., 0])
+
+
+def of_its_own_loss(net: nn.Module, width: int) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(ROWS, PLACES, width)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(slice(1, 3), "no"), (slice(0, 3), "yes")])
+def test_a_target_that_is_a_column_beside_the_inputs_is_not_given(columns: slice, expected: str) -> None:
+    assert answer(lambda: of_its_own_loss(Driven(columns), 3), "given at its place") == expected
+
+
+class Codec(nn.Module):
+    """Goes along a sequence, and makes each place again from fewer numbers, or from more."""
+
+    def __init__(self, code: int, *, copies: bool) -> None:
+        super().__init__()
+        self.encoder, self.code = nn.GRU(4, 8, batch_first=True), nn.Linear(8, code)
+        self.decoder, self.head, self.copies = nn.GRU(code, 8, batch_first=True), nn.Linear(8, 4), copies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.head(self.decoder(self.code(self.encoder(x)[0]))[0])
+        return F.mse_loss(made, x.clone() if self.copies else x)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_auto_encoder_that_goes_along_a_sequence_is_given_what_it_makes_again(copies: bool) -> None:
+    for code in (2, 8) if not copies else (2,):
+        assert answer(partial(of_its_own_loss, Codec(code, copies=copies), 4), "given at its place") == "no"
+
+
+class Distances(nn.Module):
+    """Attention that knows how far places are apart, and not which one is first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 2)
+        self.far = (torch.arange(PLACES)[:, None] - torch.arange(PLACES)).abs()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        out: torch.Tensor = self.head(((x @ x.transpose(1, 2) - self.far).softmax(-1) @ x).tanh().mean(1))
+        return out
+
+
+def test_attention_that_knows_distances_sees_the_order() -> None:
+    def train() -> None:
+        model = Distances()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(repeated()), torch.arange(ROWS) % 2).backward()
+            optimizer.step()
+
+    assert answer(train, "order ignored") == "no"

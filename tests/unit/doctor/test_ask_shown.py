@@ -125,6 +125,38 @@ def test_a_loss_of_some_places_that_are_given_as_they_are_is_told() -> None:
     assert answer(lambda: trained(given_as_it_is), "copied places") == "yes"
 
 
+class Others(nn.Module):
+    """Says each word from the others: a place does not attend to itself, or does."""
+
+    def __init__(self, *, hides: bool) -> None:
+        super().__init__()
+        self.words, self.places, self.head = (
+            nn.Embedding(WORDS, 8),
+            nn.Parameter(torch.randn(LENGTH, 8)),
+            nn.Linear(8, 9),
+        )
+        self.hidden = torch.eye(LENGTH, dtype=torch.bool) & hides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.places @ self.places.T).masked_fill(self.hidden, -1e9).softmax(-1)
+        out: torch.Tensor = self.head(weights @ self.words(x))
+        return out
+
+
+@pytest.mark.parametrize(("hides", "expected"), [(True, "no"), (False, "yes")])
+def test_a_place_that_does_not_attend_to_itself_copies_nothing(hides: bool, expected: str) -> None:
+    def train() -> None:
+        net = Others(hides=hides)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(STEPS):
+            x, y = given_as_it_is()
+            optimizer.zero_grad()
+            F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=IGNORED).backward()
+            optimizer.step()
+
+    assert answer(train, "copied places") == expected
+
+
 class Filling(nn.Module):
     """Draws what is hidden from it, or is given what is missing."""
 

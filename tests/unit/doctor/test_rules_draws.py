@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -190,6 +191,21 @@ def test_a_number_of_numpy_in_a_sum_is_made_of_the_arrays_that_were_taken_out() 
         (number,) = [one for one in terms if not one.has_gradient]
         assert isinstance(number.value, float)
         assert (number.stopped, number.by) == ((2, "detach") if takes else (0, ""))
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_a_constant_of_numpy_is_no_term_that_was_cut(is_constant: bool) -> None:
+    """As log(2 pi) is, also where a metric is computed with NumPy."""
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    with Doctor() as doctor:
+        for _ in range(6):
+            made = net(torch.randn(8, 4))
+            error = made.detach().numpy().mean() / 3
+            optimizer.zero_grad()
+            ((made**2).mean() + (0.5 * np.log(2 * np.pi) if is_constant else error)).backward()
+            optimizer.step()
+    assert ("LOSS_TERM_CUT" in {one.name for one in doctor.findings}) != is_constant
 
 
 def test_a_discrete_draw_that_cuts_says_what_else_there_is() -> None:

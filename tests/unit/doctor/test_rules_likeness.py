@@ -23,8 +23,10 @@ def test_loss_sign_fires_where_scores_go_the_wrong_way(probe: str, word: str) ->
 
 
 def test_labels_unrelated_fires_where_one_of_two_tables_makes_no_difference() -> None:
-    assert "0.9" in fires(asked("one-sided", "yes").run(), "LABELS_UNRELATED", "warning").message
-    both("one-sided", "LABELS_UNRELATED")
+    assert "0.9" in fires(asked("one-sided", "yes").run(), "LABELS_UNRELATED", "info").message
+    well = replace(asked("one-sided", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
+    quiet(well.run(), "LABELS_UNRELATED")
+    both("one-sided", "LABELS_UNRELATED", "info")
 
 
 def test_target_given_fires_where_a_place_is_given_its_target() -> None:
@@ -41,4 +43,6 @@ def test_places_alike_fires_where_the_order_is_not_seen() -> None:
 
 def test_mask_inverted_fires_where_a_mask_hides_nothing() -> None:
     assert "80 of the numbers" in fires(asked("hides nothing", "yes").run(), "MASK_INVERTED", "error").message
+    well = replace(asked("hides nothing", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
+    quiet(well.run(), "MASK_INVERTED")
     both("hides nothing", "MASK_INVERTED", "error")

@@ -115,7 +115,9 @@ def one_sided(step: Step) -> Iterator[Probed]:
     end = min(step.until, time.perf_counter() + _SECONDS)
     each = [(_with_others(step, slot, end), one) for slot, one in tables.items()]
     (least, useless), (most, _) = sorted(each, key=lambda one: one[0][0])
-    if most[0] > _MUCH * step.own > 0 and most[0] > _SURE * most[1] and abs(least[0]) < _LITTLE * most[0]:
+    # a small effect is one all the same: it is compared with the loss, and with what chance makes of it
+    is_little = abs(least[0]) < _LITTLE * min(most[0], step.own) and abs(least[0]) <= _SURE * least[1]
+    if most[0] > _MUCH * step.own > 0 and most[0] > _SURE * most[1] and is_little:
         seen: dict[str, Any] = {"loss": step.own, "others": step.own + least[0], "beside": step.own + most[0]}
         yield said(useless, op=useless.name, **seen)
 

@@ -22,7 +22,8 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
 
     A change at one place moves what is predicted for it, and for places behind it, and nothing before it. A model that
     sees the whole sequence, as one with a code for all of it, is another one; and where nothing behind moves, each
-    place is a sample of its own. Where noise is drawn on the way, what passes is a code, as in a state-space model.
+    place is a sample of its own. Where noise is drawn on the way, what passes is a code, as in a state-space model; so
+    it is where something on the way is narrower than the target, and in a distance to the input itself.
     """
     draws = [one for one in step.used() if one.drawn is not None]
     for operation in step.used(*OF_CLASSES, *DISTANCES):
@@ -30,10 +31,12 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
             if any(step.made_of(made) & set(one.outs) for one in draws):
                 continue
             for source, moving in _sources(step, made, target):
+                if source == target and operation.kind in DISTANCES:
+                    continue  # of an auto-encoder
                 for dim in range(min(step.leaves[source].dim(), 2)):
                     if _follows(step, made, source, dim, moving):
                         places = step.leaves[source].shape[dim]
-                        yield said(operation, op=operation.name, places=places, tokens=moving != [])
+                        yield said(operation, op=operation.name, places=places)
 
 
 def _sides(step: Step, operation: Operation) -> Iterator[tuple[Slot, Slot]]:
@@ -64,26 +67,50 @@ def _sources(step: Step, made: Slot, target: Slot) -> Iterator[tuple[Slot, list[
 
 
 def _follows(step: Step, made: Slot, source: Slot, dim: int, moving: list[Operation]) -> bool:
-    """Whether changes along a dim move what is predicted there and behind, and never before."""
-    leaf = step.leaves[source]
+    """Whether changes of targets along a dim move what is predicted there and behind, and never before."""
+    leaf = step.leaves[source].detach()
     count = leaf.shape[dim]
-    numbers = torch.arange(count).reshape(-1, *[1] * (leaf.dim() - 1 - dim)).expand(leaf.shape).contiguous()
-    where = {source: numbers}
-    for one in moving:
-        where[one.outs[0]] = one.again({**step.values, one.given[0]: where[one.given[0]]})
-    places = where[moving[-1].outs[0] if moving else source].flatten()
+    entries = _picked(step, source, moving)
+    if count < _LEAST_PLACES or entries is None or _is_narrowed(step, made, source, dim, entries):
+        return False
+    places = entries // leaf[0, 0].numel() // (leaf.shape[1] if dim == 0 else 1) % count
+    others = leaf.roll(1, 1 - dim) if not leaf.is_floating_point() else leaf + 1 + leaf.abs()
     is_own = is_behind = False
-    for place in sorted({1, count // 3, count // 2, count - 2}) if count >= _LEAST_PLACES else ():
-        other = leaf.detach().clone()
-        there = other.select(dim, place)
-        there.copy_(there.roll(1, 0) if not leaf.is_floating_point() else there + 1 + there.abs())
-        run = replayed(step.tape, step.loss, lambda one, leaf=leaf, other=other: other if one is leaf else one)
+    for place in sorted({1, count // 3, count // 2, count - 2}):
+        other = leaf.clone()  # what else is there, as the columns of the inputs, stays
+        other.view(-1)[entries[places == place]] = others.reshape(-1)[entries[places == place]]
+        run = replayed(step.tape, step.loss, lambda one, other=other: other if one is step.leaves[source] else one)
         moved = _moved(step.values[made].detach(), run.values[made].detach(), len(places))
         if moved is None or bool(moved[places < place].any()):
             return False
         is_own |= bool(moved[places == place].any())
         is_behind |= bool(moved[places > place].any())
     return is_own and is_behind
+
+
+def _picked(step: Step, source: Slot, moving: list[Operation]) -> torch.Tensor | None:
+    """The numbers of the entries that come out as targets, in their order; ``None`` where these are not found again."""
+    leaf = step.leaves[source]
+    where = {source: torch.arange(leaf.numel(), device=leaf.device).reshape(leaf.shape)}
+    for one in moving:
+        where[one.outs[0]] = one.again({**step.values, one.given[0]: where[one.given[0]]})
+    last = moving[-1].outs[0] if moving else source
+    entries, targets = where[last].flatten().long(), step.values[last].detach().flatten()
+    return entries if torch.equal(leaf.detach().flatten()[entries].to(targets.dtype), targets) else None
+
+
+def _is_narrowed(step: Step, made: Slot, source: Slot, dim: int, entries: torch.Tensor) -> bool:
+    """Whether what is made of the source on the way has fewer numbers at a place than there are targets."""
+    leaf = step.leaves[source]
+    rows, count = leaf.shape[1 - dim], leaf.shape[dim]
+    width = len(entries) / len((entries // leaf[0, 0].numel()).unique())
+    for slot in step.made_of(made) & step.made_with(source) if width > 1 else ():
+        one = step.values[slot]
+        if one.is_floating_point() and not {rows, rows * count}.isdisjoint(one.shape):
+            is_of_all = rows * count in one.shape or {count, count - 1} & set(one.shape)
+            if one.numel() < width * rows * ((count - 1) if is_of_all else 1):
+                return True
+    return False
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor, count: int) -> torch.Tensor | None:
@@ -98,8 +125,9 @@ def _moved(one: torch.Tensor, other: torch.Tensor, count: int) -> torch.Tensor |
 
 @asks("order ignored", of_rows=False)
 def order_ignored(step: Step) -> Iterator[Probed]:
-    """Whether a loss is the same with the tokens that attend to each other in reverse.
+    """Whether a loss is the same with the tokens that attend to each other in reverse, and in any order.
 
+    Distances of places are the same in reverse, and are an order all the same.
     Of a set no order is meant; but in no set is one token there twice, as in some row here.
     """
     seen = set[Slot]()
@@ -112,13 +140,18 @@ def order_ignored(step: Step) -> Iterator[Probed]:
         count = tokens.shape[1]
         if count < _LEAST_PLACES or count == len(tokens) or not _repeats(tokens) or not _attends(step, lookup, count):
             continue
-        turned = tokens.flip(1)
-        try:
-            again = replayed(step.tape, step.loss, lambda one, t=tokens, o=turned: o if one is t else one)
-        except Unknown:
-            continue
-        if abs(total(again, step.loss) - step.own) <= _ROUNDED * abs(step.own):
+        mixed = torch.randperm(count, generator=torch.Generator().manual_seed(11)).to(tokens.device)
+        if _is_same(step, tokens, tokens.flip(1)) and _is_same(step, tokens, tokens[:, mixed]):
             yield said(lookup, places=count, loss=step.own)
+
+
+def _is_same(step: Step, tokens: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether the loss stays where tokens are others."""
+    try:
+        again = replayed(step.tape, step.loss, lambda one: others if one is tokens else one)
+    except Unknown:
+        return False
+    return abs(total(again, step.loss) - step.own) <= _ROUNDED * abs(step.own)
 
 
 def _repeats(tokens: torch.Tensor) -> bool:

@@ -156,8 +156,20 @@ def hidden_tokens(step: Step) -> Iterator[Probed]:
 def hides_nothing(step: Step) -> Iterator[Probed]:
     """Whether a mask of attention is one and the same for all pairs, though what it is made of has two sides.
 
-    That is a comparison which takes the number that it compares with for one of the others, ``>=`` in place of ``>``.
+    That is a comparison which takes the number that it compares with for one of the others, ``>=`` in place of ``>``,
+    as in an adjacency of 0 and 1. One batch may be without padding: in the step before it has to be the same.
     """
+    tape = step.kept.earlier.get(step.optimizer)
+    before = Step(tape, step.optimizer, step.kept, step.run, step.modules, step.until) if tape is not None else None
+    found = list(_uniform(step))
+    lines = {(one.file, one.line) for one, *_ in _uniform(before)} if found and before is not None else set()
+    for operation, value, entries, limit in found:
+        if (operation.file, operation.line) in lines:
+            yield said(operation, op=operation.name, value=value, entries=entries, limit=limit)
+
+
+def _uniform(step: Step) -> Iterator[tuple[Operation, bool, int, float]]:
+    """What hides scores by a mask that is the same for all, though half of what it is made of equals the limit."""
     compared = {out: one for one in step.operations if one.name.strip("_") in _COMPARING for out in one.outs}
     for place, operation in enumerate(step.operations):
         mask = next((slot for slot in operation.given if slot in compared), None)
@@ -167,8 +179,8 @@ def hides_nothing(step: Step) -> Iterator[Probed]:
         source, limit = step.values[made.given[0]], made.args[-1]
         if isinstance(limit, (int, float)) and len(made.given) == 1 and len(shown.unique()) == 1:
             equal = int((source == limit).sum())
-            if 0 < equal < source.numel() and len(source) > 1 and source.dim() > 1:
-                yield said(operation, op=operation.name, value=bool(shown.any()), entries=equal, limit=float(limit))
+            if source.numel() <= 2 * equal < 2 * source.numel() and len(source) > 1 and source.dim() > 1:
+                yield operation, bool(shown.any()), equal, float(limit)
 
 
 def _is_weighed(step: Step, operation: Operation, place: int) -> bool:

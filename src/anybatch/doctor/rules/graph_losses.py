@@ -42,9 +42,13 @@ def loss_term_cut(
 def _constant_terms(run: Run) -> Iterator[Found]:
     walks = [one for one in run.of(Walk) if one.nodes]
     seen: set[tuple[str, str, int]] = set()
+    every = [term for _, paths in followed(run) for term in paths.terms]
+    values = grouped(((term.op, term.file, term.line), term.value) for term in every)
     for one, paths in followed(run):
         for index, term in enumerate(paths.terms if one.why != "loss without graph" else ()):
             key = (term.op, term.file, term.line)
+            if term.op == "numpy" and len({*values[key]}) < 2:
+                continue  # a number of NumPy that is computed with nothing of the step, as log(2 pi)
             if _trains(term) or not term.stopped or key in seen or _cancels(term, paths):
                 continue
             if not walks or any(walk.constant_terms for walk in walks[-3:]):

@@ -87,6 +87,7 @@ class Suspicion:
         self._owners: frozenset[int] = frozenset()  # optimizers whose own loss is waited for
         self._latest: Followed | None = None  # of the losses since the last step
         self._asked: set[str] = set()
+        self._again = False  # whether a number of NumPy was a term, which is followed twice: it may be any constant
         self._candidate: Followed | None = None
         self._left: list[SafeFollower] = []
         self._seconds = 0.0
@@ -137,7 +138,7 @@ class Suspicion:
         return None
 
     def _reason(self, walks: Sequence[Walk], suspects: frozenset[int]) -> str:
-        """The first reason that has not been followed yet; each is once, so that it stays at three iterations."""
+        """The first reason that has not been followed yet; each is once, one may be twice: four iterations."""
         reasons = {
             "loss without graph": any(walk.forced for walk in walks),
             "no gradient": bool(suspects) and self._steps >= _LEAST_STEPS,
@@ -237,6 +238,9 @@ class Suspicion:
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
             is_it = any(not (term.has_gradient and term.parameters) for term in paths.terms) or not paths.reached
+            if not self._again and any(term.op == "numpy" and term.stopped for term in paths.terms):
+                self._again = True
+                self._asked.discard(self._why)
         elif self._why == "loss without graph":
             is_it = loss.grad_fn is None
         else:
