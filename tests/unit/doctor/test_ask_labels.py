@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from answer_runs import EVIDENCE
+from answer_runs import asked as answered
+from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Printed, Probed
 from number_runs import Training, call, fires, quiet
@@ -48,6 +50,50 @@ def test_labels_unrelated_is_quiet_where_an_evaluation_knows_them(right: float, 
         fires(run, "LABELS_UNRELATED", "warning")
     else:
         quiet(run, "LABELS_UNRELATED")
+
+
+def test_the_last_of_several_numbers_that_a_step_prints_is_not_what_is_known() -> None:
+    """As of attacks of more and more strength, or of what is pruned more and more."""
+    for falls, word in ((lambda step: 1.6 - 0.003 * step, "learning"), (lambda step: 1.6 * 0.9**step, "learning")):
+        said = Printed(label="test accuracy", steps=(120,) * 3, values=(0.97, 0.4, 0.0), file="train.py", line=9)
+        swept = Training(steps=120, loss=falls, call=call(guess=1.61, classes=5), after=(said,))
+        assert outcome(swept.run()).word == word
+        epochs = replace(said, steps=(40, 80, 120))  # of which the last one is what became of it
+        assert outcome(replace(swept, after=(epochs,)).run()).word == "undecided"
+
+
+def test_labels_unrelated_is_quiet_about_numbers_that_are_learned_late() -> None:
+    """As the texture of a picture, which is finer than what lies between the samples that were kept."""
+    late = replace(
+        answered("labels", "yes"), loss=lambda step: 2.3 if step < 50 else 0.1, call=call(guess=2.3), steps=120
+    )
+    quiet(late.run(), "LABELS_UNRELATED")
+    of_classes = answered("labels", "yes", {"classes": 10}).after
+    fires(replace(late, after=of_classes).run(), "LABELS_UNRELATED", "warning")
+
+
+def test_labels_unrelated_is_quiet_about_the_labels_of_a_game() -> None:
+    """Noisy labels of what is real, and of what is made, are numbers that nothing tells."""
+    real = 0.3 * torch.randn(1024, 2) + 1
+
+    def train() -> None:
+        maker, critic = nn.Linear(8, 2), nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
+        makes, judges = (torch.optim.Adam(net.parameters(), 1e-3) for net in (maker, critic))
+        for step in range(120):
+            x, made = real[step % 16 * 64 :][:64], maker(torch.randn(64, 8))
+            loss = F.mse_loss(critic(x), 1 - 0.1 * torch.rand(64, 1))
+            judges.zero_grad()
+            (loss + F.mse_loss(critic(made.detach()), 0.1 * torch.rand(64, 1))).backward()
+            judges.step()
+            makes.zero_grad()
+            F.mse_loss(critic(made), torch.ones(64, 1)).backward()
+            makes.step()
+
+    with Doctor() as doctor:
+        train()
+    doctor.emit(Probed(probe="labels", root=0, answer="yes", evidence=EVIDENCE["labels"]))
+    assert outcome(doctor.run).word != "learning"
+    quiet(doctor.run, "LABELS_UNRELATED")
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,32 @@ def test_all_parameters_drawn_far_too_large_are_told_with_their_biases() -> None
     assert {*found.evidence["names"]} >= {"0.weight", "0.bias", "2.weight"}
 
 
+class Decaying(nn.Module):
+    """A state space, whose rates of decay are spread over powers of ten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.out = nn.Linear(4, 32), nn.Linear(32, 4)
+        self.rates = nn.Parameter(torch.linspace(-9.2, -2.3, 32))
+        nn.init.normal_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, kept = torch.zeros(len(x), 32), torch.exp(-self.rates.exp())
+        for each in x.unbind(1):
+            state = kept * state + self.read(each)
+        made: Tensor = self.out(state)
+        return made
+
+
+def test_numbers_that_are_no_biases_may_be_spread_widely() -> None:
+    torch.manual_seed(0)
+    net = Decaying()
+    step = lambda: F.cross_entropy(net(torch.randn(64, 20, 4)), torch.randint(0, 4, (64,)))  # noqa: E731
+    answers = [one for one in asked(lambda: train(net, step), "start") if one.answer]
+    assert answers
+    assert all("rates" not in one.evidence.get("names", ()) for one in answers)
+
+
 @pytest.mark.parametrize(("std", "names"), [(1.5, ["0.weight", "2.weight"]), (0.1, ["2.weight"])])
 def test_layers_that_were_drawn_alike_are_named_together(std: float, names: list[str]) -> None:
     torch.manual_seed(0)

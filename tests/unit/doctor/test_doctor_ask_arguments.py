@@ -97,6 +97,32 @@ def test_targets_that_are_spread_as_draws_are_and_go_with_the_input_along_a_curv
     assert answer(lambda: of_a_table(lambda x: torch.sin(9 * x) + 0.9 * torch.randn_like(x)), "drawn targets") == "no"
 
 
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+
+    def forward(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.net(torch.cat((state, action), -1))
+        return made
+
+
+def judges(target: Goal) -> None:
+    """Two inputs, of which one has the shape of the target; the step cuts its rows out of all of them."""
+    net, states, actions = Critic(), torch.randn(2048, 4), torch.randn(2048, 1)
+    optimizer, y = torch.optim.Adam(net.parameters()), target(states, actions)
+    for at in range(0, len(y), 64):
+        loss = F.mse_loss(net(states[at : at + 64], actions[at : at + 64]), y[at : at + 64])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_targets_beside_two_inputs_are_told_where_they_are_noise() -> None:
+    assert answer(lambda: judges(lambda _, actions: torch.randn_like(actions)), "drawn targets") == "yes"
+    assert answer(lambda: judges(lambda _, actions: actions.clone()), "drawn targets") == "no"
+
+
 def in_order(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(made.sort(0).values, noise.sort(0).values)
 

@@ -59,6 +59,13 @@ def test_output_range_fires_on_bounded_scores_that_do_not_learn() -> None:
         assert [one.severity for one in found(training.run(), "OUTPUT_RANGE")] == [severity]
 
 
+@pytest.mark.parametrize(("end", "severity"), [(0.05, "info"), (0.9, "warning")])
+def test_output_range_is_a_note_where_all_was_learned_behind_a_relu(end: float, severity: str) -> None:
+    training = walked(lambda step: max(2.3 - 0.08 * step, end), doubled=(("relu", "cross_entropy"),))
+    training.call = call(guess=2.3)
+    assert [one.severity for one in found(training.run(), "OUTPUT_RANGE")] == [severity]
+
+
 def list_of(repeated: int, *, cls: str = "ModuleList", out: int = 8) -> RunBuilder:
     built = RunBuilder()
     modules = (

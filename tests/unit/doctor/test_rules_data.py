@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -144,11 +145,40 @@ def test_data_order_fires_on_marks_that_are_all_0_and_then_all_1() -> None:
     assert "of 2" in one.message
 
 
+def test_data_order_fires_on_marks_in_the_order_in_which_a_loader_gives_them() -> None:
+    """Of which only some steps are looked at, in several epochs."""
+    late, start = (lambda step: int(step % 20 >= 10)), Epoch(loader=0, batches=20)
+    looked = (0, 1, 5, 9, 25, 31, 38, 47)
+    sorted_marks = marks(late, late)
+    every = sorted_marks.every
+    sorted_marks.every = lambda step: [
+        *([start] if step % 20 == 0 else []), *(every(step) if step in looked else [])
+    ]  # fmt: skip
+    assert "does not shuffle" in fires(sorted_marks.run(), "DATA_ORDER", "warning").message
+
+
+def test_data_order_looks_at_classes_where_a_loss_beside_has_marks() -> None:
+    beside = call(
+        function="binary_cross_entropy_with_logits", classes=0, items=32, input_shape=(32,), target_shape=(32,),
+        target_low=0, target_high=1, target_mean=0.5, line=31,
+    )  # fmt: skip
+    fires(Training(call=None, every=lambda step: [*sorted_by_class(step), beside]).run(), "DATA_ORDER", "warning")
+
+
+def by_chance(step: int) -> int:
+    return Random(step).getrandbits(1)
+
+
+SHUFFLED = Epoch(loader=0, batches=60, shuffled=True)
+
+
 @pytest.mark.parametrize(
     "healthy",
     [marks(lambda step: 0, lambda step: 1), marks(lambda step: 0, lambda step: 0),
-     marks(lambda step: step % 2, lambda step: step % 2, times=2)],
-    ids=["mixed", "one only", "pairs that belong together and others"],
+     marks(lambda step: step % 2, lambda step: step % 2, times=2), marks(lambda step: step % 2, lambda step: step % 2),
+     marks(by_chance, by_chance),
+     replace(marks(lambda step: int(step >= 12), lambda step: int(step >= 12)), before=(SHUFFLED,))],
+    ids=["mixed", "one only", "pairs that belong together and others", "one and the other", "recordings", "shuffled"],
 )  # fmt: skip
 def test_data_order_is_quiet_about_marks_that_are_mixed_or_meant(healthy: Training) -> None:
     silent(healthy.run(), "DATA_ORDER")

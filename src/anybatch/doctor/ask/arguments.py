@@ -221,7 +221,7 @@ def hardly_noised(step: Step) -> Iterator[Probed]:
             for one, time, start in itertools.product(inputs, times, starts):
                 found = list(_both_steps(step, target, one, time))
                 late = [_nearest(each, start) for each in found]
-                if not _is_end(found[0][2], start) or not _traces(found):
+                if not found or not _is_end(found[0][2], start) or not _traces(found):
                     continue
                 share, count = _shared(late)
                 if share + _SIGMAS / count**0.5 < _MOSTLY_NOISE:
@@ -271,10 +271,11 @@ def _is_unseen(slot: Slot, step: Step, made_of: set[Slot]) -> bool:
 
 
 def _both_steps(step: Step, *wanted: Slot) -> Iterator[list[torch.Tensor]]:
-    """What came from outside in the step, and in the one that was written down before it."""
+    """What came from outside in the step, and in the one that was written down before it, with as many rows."""
     for tape in (step.tape, step.kept.earlier.get(step.optimizer)):
         found = [] if tape is None else [tape.leaves[one] for one in wanted if one in tape.leaves]
-        if len(found) == len(wanted) and all(one.shape[1:] == step.leaves[at].shape[1:]
+        is_whole = len(found) == len(wanted) and len({one.shape[:1] for one in found}) == 1
+        if is_whole and all(one.shape[1:] == step.leaves[at].shape[1:]
                                              for one, at in zip(found, wanted, strict=True)):  # fmt: skip
             yield found
 

@@ -41,6 +41,7 @@ _MOST_SUMMANDS = 4
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm")
 _MOST_LAYERS, _MOVED, _UNMOVED = 8, 1e-4, 1e-6  # the last ones, and parts of the loss
 _RATE = 3e-3
+_RECURRENT, _SUMMING = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"}), frozenset({"add", "add_", "sub", "rsub"})
 _NOISE = frozenset({"randn", "randn_like", "rand", "rand_like", "normal_"})
 _ADDING, _MEANS = frozenset({"add", "add_"}), frozenset({"mean", "sum"})
 
@@ -364,7 +365,17 @@ def _smaller(step: Step, slot: Slot, weight: torch.Tensor) -> float:
 def _excess(step: Step, slot: Slot, weight: torch.Tensor) -> float:
     """By what factor the entries of a table, the gain of a layer, or what biases differ by are too large."""
     if weight.dim() < 2:
-        return float(weight.detach().double().std(correction=0)) / _BIASES if weight.numel() > 1 else 0.0
+        counts = weight.numel() > 1 and _is_added(step, slot)
+        return float(weight.detach().double().std(correction=0)) / _BIASES if counts else 0.0
     size = float(weight.detach().double().square().mean().sqrt())
     looks_up = any(one.name in _LOOKING_UP and slot in one.given for one in step.tape.operations)
     return size / _SPREAD if looks_up else size * (weight.numel() / weight.shape[0]) ** 0.5 / _GAIN
+
+
+def _is_added(step: Step, slot: Slot) -> bool:
+    """Whether it is the bias of a layer, or is added to something; not a scale, or what a rate is made of."""
+    uses = [one for one in step.tape.operations if slot in one.given]
+    return any(
+        one.name.startswith((*_LAYERS, "conv_transpose")) or one.name in _RECURRENT
+        or (one.kind in _SUMMING and len(one.given) > 1) for one in uses
+    )  # fmt: skip

@@ -200,11 +200,11 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int, bool
         raise Unknown("no batches with one class for each row were kept")
     if len({one[2] for one in found}) > 1:
         raise Unknown("the losses are of different classes")
-    inputs, labels = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+    inputs = torch.cat([one[0] for one in found])
+    labels = torch.cat([one[1] for one in found]).to(inputs.device)
     ignored = labels < 0
     inputs, labels = inputs[~ignored], labels[~ignored]
-    different = {mark: number for number, mark in enumerate(_marks_of(inputs))}
-    once = torch.tensor(sorted(different.values()))
+    once = _once(inputs)
     is_fresh = len(once) > (1 - _REPEATED) * len(labels) and not _came_again(kept, [one[0] for one in found])
     inputs, labels = inputs[once], labels[once]
     counts = labels.bincount()
@@ -213,6 +213,12 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int, bool
     if float(counts.max()) > 0.9 * len(labels):
         raise Unknown("nearly all labels are of one class")
     return inputs, labels, int(found[0][2]), is_fresh
+
+
+def _once(rows: torch.Tensor) -> torch.Tensor:
+    """The number of each row that is unlike all others, and of one of those that are alike."""
+    different = {mark: number for number, mark in enumerate(_marks_of(rows))}
+    return torch.tensor(sorted(different.values()), device=rows.device)
 
 
 def _marks_of(rows: torch.Tensor) -> list[float]:
@@ -226,10 +232,11 @@ def _marks_of(rows: torch.Tensor) -> list[float]:
 def _came_again(kept: Kept, batches: Sequence[torch.Tensor]) -> bool:
     """Whether a step was given samples of another batch again, so that they may be learned by heart."""
     given = [tape.leaves[slot] for tape in kept.tapes.values() for slot in tape.leaves.keys() - tape.parameters.keys()]
-    for one in given:
-        if one.shape[1:] == batches[0].shape[1:] and one.dim() > 1 and one.is_floating_point():
+    for leaf in given:
+        if leaf.shape[1:] == batches[0].shape[1:] and leaf.dim() > 1 and leaf.is_floating_point():
+            one = leaf.detach().to(batches[0].device)  # where sums of the same numbers have the same last bits
             others = {mark for batch in batches if not one.equal(batch) for mark in _marks_of(batch)}
-            if any(mark in others for mark in _marks_of(one.detach().cpu())):
+            if any(mark in others for mark in _marks_of(one)):
                 return True
     return False
 
@@ -279,16 +286,20 @@ def _correlated_with(one: torch.Tensor, other: torch.Tensor) -> bool:
         return float((basis.T @ other[order]).square().sum(0).max())
 
     # As much would be found of labels in another order, also where few samples have a value at all in some entries.
-    generator = torch.Generator().manual_seed(5)
-    by_chance = [found(torch.randperm(count, generator=generator)) for _ in range(_ORDERS)]
-    return found(torch.arange(count)) > max(by_chance)
+    by_chance = [found(_order(count, seed)) for seed in range(_ORDERS)]
+    return found(torch.arange(count, device="cpu")) > max(by_chance)
+
+
+def _order(count: int, seed: int) -> torch.Tensor:
+    """Numbers in an order that is the same on every device; a tensor of any device can be indexed with it."""
+    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
 def _fitted(
     model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float
 ) -> tuple[float, float]:
     """The lowest loss on the held-out part while a model is fitted to the other one, and that of its own shares."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))
+    order = _order(len(labels), 3)
     inputs, labels = inputs[order], labels[order]
     optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
     end, best = min(until, time.perf_counter() + _SECONDS), float("inf")
@@ -322,9 +333,10 @@ def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
     found = [one for one in tensors(model(inputs)) if one.shape == (rows, width) or (width < 1 and one.numel() == rows)]
     if len(found) != 1:
         raise Unknown(f"{len(found)} outputs have a row of classes for each input")
+    made = found[0].to(inputs.device)  # where the labels are
     if width > 0:
-        return found[0]
-    score = found[0].flatten() if width == 0 else found[0].flatten().clamp(1e-6, 1 - 1e-6).logit()
+        return made
+    score = made.flatten() if width == 0 else made.flatten().clamp(1e-6, 1 - 1e-6).logit()
     return torch.stack((torch.zeros_like(score), score), 1)
 
 
@@ -368,7 +380,7 @@ def _read(kept: Kept, like: Batch, until: float) -> list[Batch]:
     end, found = min(until, time.perf_counter() + _READING), list[Batch]()
     for loader in filter(None, (one() for one in kept.readers)):
         count, size = len(loader.dataset), len(first)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(7)).tolist()[: _MOST_READ * size]
+        order = _order(count, 7).tolist()[: _MOST_READ * size]
         for at in range(0, len(order) - size + 1, size):
             if time.perf_counter() > end:
                 break
@@ -376,7 +388,8 @@ def _read(kept: Kept, like: Batch, until: float) -> list[Batch]:
             pair = list[Any](batch) if isinstance(batch, (tuple, list)) and len(batch) == 2 else []
             if [_form(one) for one in pair] != [_form(first), _form(given["target"])]:
                 break
-            found.append((pair[0], name, given | {"target": pair[1]}))
+            target = pair[1].to(given["target"].device)  # where the training brought them
+            found.append((pair[0].to(first.device), name, given | {"target": target}))
         if len(found) > _FROZEN_BATCHES:
             return found
     return []
@@ -462,17 +475,16 @@ def _unrelated_numbers(batches: list[Batch], module: nn.Module | None, root: int
     inputs, targets = (
         torch.cat(some) for some in zip(*((one, given["target"]) for one, _, given in batches), strict=True)
     )
-    marks = (inputs.flatten(1).double() * torch.linspace(1, 2, inputs[0].numel(), dtype=torch.float64).sqrt()).sum(1)
-    once = torch.tensor(sorted({mark: number for number, mark in enumerate(marks.tolist())}.values()))
+    once = _once(inputs)
     seen: dict[str, Any] = {"samples": len(once), "fresh": len(once) > (1 - _REPEATED) * len(targets)}
-    inputs, targets = inputs[once], targets[once]
+    inputs, targets = inputs[once], targets[once.to(targets.device)]
     if len(once) < _LEAST_NUMBERS:
         raise Unknown(f"{len(once)} different samples were kept, which are too few")
     if _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets))):
         return told("labels", root=root, answer="no", **seen)
     if module is None:
         raise Unknown("the model is gone")
-    order, size = torch.randperm(len(once), generator=torch.Generator().manual_seed(3)), max(len(once) // _PARTS, 1)
+    order, size = _order(len(once), 3), max(len(once) // _PARTS, 1)
     _, name, given = batches[-1]
     parts = [
         (inputs[part], name, given | {"target": targets[part], "shape": (size, *given["shape"][1:])})
@@ -490,7 +502,7 @@ def _differ(targets: torch.Tensor) -> bool:
 
 def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether nearest neighbours, or a straight line, know something of targets."""
-    inputs, targets = inputs[:1500], targets[:1500]
+    inputs, targets = inputs[:1500], targets[:1500].to(inputs.device)
     one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
     distances = torch.cdist(one, one).fill_diagonal_(math.inf)
     near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)

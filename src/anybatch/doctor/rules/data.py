@@ -4,7 +4,8 @@ import math
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course, phases
@@ -19,6 +20,7 @@ from anybatch.records.samples import Activations, InputSample
 
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_RARELY = 0.5  # of the changes between two marks that chance gives
 _FEW = 4  # targets, which may be of one class by chance
 
 
@@ -180,6 +182,26 @@ def _marks(call: LossCall) -> bool:
     return is_binary and call.items >= 2 * _FEW and call.target_low in (0, 1) and call.target_high in (0, 1)
 
 
+def _in_long_runs(run: Run, calls: list[LossCall]) -> bool:
+    """Whether marks of batches change far less often than by chance, in the order in which a loader gives them.
+
+    Batches that have one label each, as of a recording, or of what is real and then of what is made, do not.
+    """
+    starts = [one for one in run.of(Epoch) if one.batches > 1 and not one.ended]
+    if any(one.shuffled for one in starts) or len({one.step for one in calls}) < len(calls):
+        return False
+    first = [one.step for one in starts if one.loader == starts[0].loader]
+    places = sorted((one.step - first[max(bisect(first, one.step) - 1, 0)] if first else one.step, one.target_mean or 0)
+                    for one in calls)  # fmt: skip
+    share = fmean(mark for _, mark in places)
+    pairs = list(pairwise(places))
+    beside = [pair for pair in pairs if pair[1][0] - pair[0][0] <= 1]
+    return all(
+        sum(one != other for (_, one), (_, other) in some) <= _RARELY * 2 * share * (1 - share) * len(some)
+        for some in (pairs, beside)
+    )
+
+
 @rule(
     "AB652", "DATA_ORDER", "warning",
     explains=("LOSS_CONSTANT", "INPUT_IGNORED", "LR_TOO_HIGH", "TARGETS_CONSTANT"), needs=(LossCall,),
@@ -190,13 +212,11 @@ def data_order(
 ) -> Iterator[Found]:  # fmt: skip
     """Batches of one class."""
     marks = not adversarial(run)  # what is generated and what is real are scored apart
-    lines = by_line(
-        run,
-        lambda one: one.items >= _FEW and ((one.target_classes >= 1 and one.classes > 1) or (marks and _marks(one))),
-    )
+    lines = by_line(run, lambda one: one.items >= _FEW and one.target_classes >= 1 and one.classes > 1)
+    lines = lines or by_line(run, lambda one: marks and _marks(one))
     calls = next(iter(lines.values()), [])
-    if calls and _marks(calls[0]) and len({one.step for one in calls}) < len(calls):
-        return  # pairs that belong together, and then others
+    if calls and _marks(calls[0]) and not _in_long_runs(run, calls):
+        return
     single = [one for one in calls if one.target_classes == 1 or (_marks(one) and one.target_low == one.target_high)]
     borders = [  # where one class ends and the next begins
         one for one in calls

@@ -151,26 +151,28 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     late = [one for one in run.of(Printed) if one.steps and 2 * one.steps[-1] >= steps]
     if not 0 <= found.last < _MOST * found.guess:
         return _printed_by_chance(found, late)
-    right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in late]
+    right, ends = math.exp(-found.last), [(_at_end(one), _words(one), one) for one in late]
     if found.call.function in _OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
-        shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
+        shares = [
+            (max(last), one) for last, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)
+        ]
         value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
         is_far, such = value < _FAR_BELOW * right, f"such a loss is one of about {right:.0%} right answers"
         if not is_far and one is None:  # a mean as that of the training is near a guess at first, a sum is not
             near = (found.guess / _NEAR, found.guess * _NEAR)
-            losses = [(value, one) for value, words, one in ends
+            losses = [(min(last), one) for last, words, one in ends
                       if words & _ERRORS and words & _HELD_OUT and near[0] < one.values[0] < near[1]]  # fmt: skip
             value, one = max(losses, key=lambda pair: pair[0], default=(0.0, None))
             is_far, such = value > found.guess, f"a constant guess has {found.guess:.3g}"
     elif found.call.function in _DISTANCES:
-        errors = [(value, one) for value, words, one in ends if "mse" in words]
+        errors = [(min(last), one) for last, words, one in ends if "mse" in words]
         value, one = min(errors, key=lambda pair: pair[0], default=(0.0, None))
         is_far, such = found.call.function == "mse_loss" and value > found.guess, "it is far below a constant guess"
         if not is_far and found.last < _NEARLY_ALL * found.guess:
             shares = [
-                (value, one)
-                for value, words, one in ends
-                if words & _OVERLAPS and not words & _ERRORS and 0 <= value <= 1
+                (max(last), one)
+                for last, words, one in ends
+                if words & _OVERLAPS and not words & _ERRORS and all(0 <= value <= 1 for value in last)
             ]
             value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
             is_far, such = value < _HALF, f"it is {found.last / found.guess:.1%} of a constant guess"
@@ -183,13 +185,21 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     )
 
 
+def _at_end(one: Printed) -> list[float]:
+    """What a line printed after the last of its steps: of a sweep, as of attacks of more and more strength, several.
+
+    The best of these is what is known; others are made bad on purpose.
+    """
+    return [value for step, value in zip(one.steps, one.values, strict=True) if step == one.steps[-1]]
+
+
 def _printed_by_chance(found: Outcome, late: list[Printed]) -> str:
     """How it is known that no more of the held-out data is right than by guessing one of the classes."""
     classes = found.call.classes if found.call is not None else 0
     if classes < 2 or not 0 <= found.last < (1 - _SOMETHING) * found.guess:
         return ""
     held_out = [one for one in late if (words := _words(one)) & _RIGHT and words & _HELD_OUT]
-    shares = [(one.values[-1], one) for one in held_out if all(0 <= value <= 1 for value in one.values)]
+    shares = [(max(_at_end(one)), one) for one in held_out if all(0 <= value <= 1 for value in one.values)]
     value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
     if one is None or value > (1 + _SOMETHING) / classes:
         return ""
