@@ -84,7 +84,8 @@ def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
     clears = [clear for clear in run.of(Cleared) if clear.at > backs[0].at]  # none of an optimizer before it counts
     outside = any(concerns(run, clear, one.number, members(run)) for clear in clears)
     several = sum(len(window.passes) > 1 for window in found)
-    cleared = any(window.clears for window in found) or (outside and several < 2)
+    inside = any(window.clears for window in found[1:])  # the first one has those of an optimizer before it
+    cleared = inside or (outside and several < 2)
     if cleared or any(step.edited for step in one.steps):
         return
     yield Found(
