@@ -274,7 +274,7 @@ class Proofs:
     def _proved(self, own: _Layout, split: Split) -> "tuple[Task, Replay | None]":
         from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove, prove_among_many
-        from anybatch.checking.replaying import Replay, compiles, looked_at_apart
+        from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
 
         task, parts = split.task, split.parts
@@ -296,12 +296,11 @@ class Proofs:
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        is_plain = proof.exact and proof.group == 1 and reason is None
-        if not Replay.can_be(split, proof) or (compiles() and not is_plain):
+        if not Replay.can_be(split, proof):
             own.unseen = even(task.splittable)
             self._watch(own, task, begins=True)
-        elif task.is_planned or compiles():
-            if is_plain:
+        elif task.is_planned:
+            if proof.exact and proof.group == 1 and reason is None:
                 apart, own.unseen = looked_at_apart(split, proof, seen)
                 if apart is not None:
                     self._conclude(*apart, task)

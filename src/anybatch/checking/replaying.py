@@ -151,6 +151,9 @@ class Replay:
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
         is_whole = len(splittable.layouts) == 1 and splittable.obstacle is None
         is_of_pieces = isinstance(loss_fn, InPieces) or as_coupled(loss_fn) is not None
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is not None and any(one is not None for one in compiler.cached_backends.values()):
+            return False  # what is compiled would be compiled again, with the hook
         if task.settings.scaler is not None:
             return False  # in low precision rounding hides what is looked for
         is_alone = not task.settings.reducer.is_shared and len(split.parts) > 1
@@ -338,25 +341,10 @@ class Replay:
             yield trial, Cut(player.splittable, calls[0].sizes), player
 
 
-def compiles() -> bool:
-    """Whether anything was compiled so far, which a step would compile again with a hook on the model."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and any(one is not None for one in compiler.cached_backends.values())
-
-
 def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | None, list[Unseen]]:
-    """What the loss of a few samples shows before the step, where that of all of them can't be seen after it.
-
-    That is where a plan has no room for what the model gives, and where something is compiled, which runs as it is
-    written here.
-    """
+    """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
     task, parts = split.task, split.parts
-    eager = torch.compiler.set_stance("force_eager") if compiles() else contextlib.nullcontext()
-    few = len(parts[0].samples)
-    if task.is_planned:
-        few //= 2 * len(_FEW)  # together half of a micro-batch, since what they give is kept
-    else:
-        seen = seen._replace(room=_LOSS_ROOM)
+    few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
     # one sample tells nothing of what it is divided by
     wanted = [min(most, few) for most in _FEW] if few > 1 else (2, 2)
     sizes = tuple(min(most, len(part.samples)) for most, part in zip(wanted, parts, strict=False))
@@ -365,7 +353,7 @@ def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | Non
         cut = Cut(task.splittable.chosen(rows), sizes)
         own = replace(task, splittable=cut.splittable, is_planned=True)
         replay = Replay(split._replace(task=own, parts=cut.parts), proof, seen)
-        with surroundings(), Recording(limit=seen.room), eager:
+        with surroundings(), Recording(limit=seen.room):
             losses = Trial(split._replace(task=replay.task)).run(cut, cut.parts).losses
         return replay.found(losses), replay.unseen
     except OverBudget as error:

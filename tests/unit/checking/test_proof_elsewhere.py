@@ -125,19 +125,6 @@ def test_a_loss_of_each_sample_is_not_told(loss_fn: Loss) -> None:
     assert said_of(loss_fn) == ""
 
 
-@pytest.mark.parametrize("loss_fn", [active, certain, masked, mean])
-@pytest.mark.parametrize("which", ["loss", "another"])
-def test_it_is_told_beside_what_is_compiled(loss_fn: Loss, which: str) -> None:
-    """Also where that is the loss itself, in one graph, which no hook may be in."""
-    other = torch.compile(nn.Linear(2, 2), backend="eager")
-    try:
-        other(torch.ones(1, 2))
-        tried: Loss = torch.compile(loss_fn, backend="eager", fullgraph=True) if which == "loss" else loss_fn
-        assert bool(said_of(tried)) == (loss_fn is not mean)
-    finally:
-        torch.compiler.reset()
-
-
 @pytest.mark.parametrize("size", ["450KiB", "900KiB"])
 @pytest.mark.parametrize("loss_fn", [hard, mean])
 def test_within_a_budget_it_is_told_or_there_is_no_room(loss_fn: Loss, size: str) -> None:
