@@ -18,15 +18,17 @@ from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.losses import (
     SINGLE,
     Evaluation,
+    InPieces,
     LossFunction,
+    Piece,
+    Place,
     checked_loss,
     is_nothing,
     note_the_arguments,
     unless_nothing,
 )
-from anybatch.loss.pieces import InPieces, Piece, Place, added_metrics
 from anybatch.loss.reducing import ALONE, Reducer
-from anybatch.loss.sums import Sums
+from anybatch.loss.sums import Sums, added_metrics
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves

@@ -13,8 +13,8 @@ from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
 from anybatch.loss.accumulate import Accumulation, GradientWatch, Settings
 from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, in_place_explained, standing
+from anybatch.loss.losses import check_callable
 from anybatch.loss.outputs import Outputs, ended, marks_of, refuse_others, tensors_of
-from anybatch.loss.pieces import check_callable
 from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.trees import flat, leaves, like, map_leaves
+from anybatch.batch.trees import flat, leaves, like
 from anybatch.errors import LossError
 from anybatch.tensors.dispatch import has_numbers
 
@@ -96,10 +96,9 @@ class Outputs:
         self.total = sum(len(part) for part in samples)
         self._first: Any = None
         self.labels: list[str] = []  # of the outputs of a micro-batch, by position
-        self._columns: list[list[Any]] = []
-        self._needs: list[bool] = []
+        self._parts: list[list[Any]] = []  # those of each micro-batch
+        self._needing: set[int] = set()  # the positions of those that get a gradient
         self._twins: list[int] = []
-        self._count = 0
         self._order = [sample for part in samples for sample in part]
         self._is_in_order = self._order == list(range(self.total))
 
@@ -109,48 +108,39 @@ class Outputs:
         Returns:
             Its tensors by position, with their graph; ``None`` for anything else.
         """
-        number, self._count = self._count, self._count + 1
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
-        found = [leaf for _, leaf in named]
+        number, labels, found = len(self._parts), [label for label, _ in named], [leaf for _, leaf in named]
+        tensors = tensors_of(found)
+        own = [leaf if tensor is None else tensor.detach() for leaf, tensor in zip(found, tensors, strict=True)]
         if number == 0:
-            self._begin(outputs, [label for label, _ in named], found)
-        elif [label for label, _ in named] != self.labels:
-            raise _of_another_structure([label for label, _ in named], self.labels, number)
-        rows = len(self._samples[number])
-        for position, leaf in enumerate(found):
-            _check_rows(self.labels[position], leaf, rows)
-            self._columns[position].append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-            self._needs[position] |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            if all(tensor is None for tensor in tensors):
+                raise LossError("encode gave no tensor; expected at least one, with one row a sample")
+            self._first, self.labels, self._twins = like(outputs, own), labels, [0] * len(found)
+        elif labels != self.labels:
+            raise _of_another_structure(labels, self.labels, number)
+        for label, tensor in zip(labels, tensors, strict=True):
+            _check_rows(label, tensor, len(self._samples[number]))
+        self._parts.append(own)
+        self._needing.update(p for p, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad)
         self._twins = twins(self._twins, found)
-        return tensors_of(found)
+        return tensors
 
     def repeat(self, number: int, rows: int) -> None:
         """Adds the outputs of an earlier micro-batch again; a plan runs one for many."""
-        self._count += 1
-        for column in self._columns:
-            leaf = column[number]
-            column.append(leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf)
-
-    def _begin(self, outputs: Any, labels: list[str], found: list[Any]) -> None:
-        if not any(isinstance(leaf, torch.Tensor) for leaf in found):
-            raise LossError("encode gave no tensor; expected at least one, with one row a sample")
-        self._first = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
-        self.labels = labels
-        self._columns = [[] for _ in found]
-        self._needs = [False] * len(found)
-        self._twins = [0] * len(found)
+        self._parts.append([leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self._parts[number]])
 
     def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
         """All outputs in the order of the batch, and the leaves among them that get a gradient; releases the parts."""
-        values: list[Any] = []
+        columns, values = [list(column) for column in zip(*self._parts, strict=True)], list[Any]()
         gets: list[torch.Tensor | None] = []
-        for position, column in enumerate(self._columns):
+        self._parts.clear()
+        for position, column in enumerate(columns):
             twin, wanted = self._twins[position], None
             if twin != position:  # one tensor in two places stays one
                 value = values[twin]
             else:
                 value = self._column(self.labels[position], column)
-                if differentiate and self._needs[position]:
+                if differentiate and position in self._needing:
                     wanted = value.requires_grad_()
             values.append(value)
             gets.append(wanted)
@@ -217,10 +207,10 @@ def _of_another_structure(labels: Sequence[str], expected: Sequence[str], number
     )
 
 
-def _check_rows(label: str, leaf: Any, rows: int) -> None:
-    if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != rows):
+def _check_rows(label: str, tensor: torch.Tensor | None, rows: int) -> None:
+    if tensor is not None and (tensor.dim() == 0 or len(tensor) != rows):
         raise LossError(
-            f"{label} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} samples; expected one row a "
+            f"{label} has the shape {tuple(tensor.shape)} for a micro-batch of {rows} samples; expected one row a "
             "sample. What belongs to the batch as a whole is computed in the loss",
             name=label,
         )

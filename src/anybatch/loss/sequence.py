@@ -18,13 +18,13 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.cutting import cut, declare_nothing_to_do, in_place_explained, standing
-from anybatch.loss.losses import SINGLE, Evaluation
-from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, whole
+from anybatch.loss.losses import SINGLE, Evaluation, InPieces, Piece, Place, check_callable, whole
 from anybatch.loss.states import (
     Called,
     Carried,
     ChunkCall,
     RowDims,
+    Steps,
     checked_state,
     detached,
     is_near,
@@ -35,7 +35,6 @@ from anybatch.loss.states import (
     reordered,
     standing_in,
 )
-from anybatch.loss.timesteps import Steps
 from anybatch.memory.meter import Recording
 from anybatch.records.means import Mean
 from anybatch.tensors.dropouts import masks_set_aside

@@ -18,8 +18,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved, to_device
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
-from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
-from anybatch.loss.pieces import InPieces, Place
+from anybatch.loss.losses import SINGLE, InPieces, LossFunction, Place, as_coupled, as_over_time
 from anybatch.loss.reducing import Joint, Reducer, Stage
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
