@@ -189,10 +189,6 @@ class OverTime(InPieces):
             return
         yield from sequences.back(length or sequences.affordable_length(), exact=self.mode == "exact")
 
-    def is_cut(self, batch: Any) -> bool:
-        """Whether the sequences of a batch may go through in more than one chunk."""
-        return self.chunk is None or self.chunk < Steps(batch, self.dim, self.broadcast).total
-
     def cut_of(self, batch: Any, chosen: int | None) -> tuple[int, float] | None:
         """The steps in a chunk and in a batch, infinite if not known; ``None`` where all steps are in one chunk.
 
