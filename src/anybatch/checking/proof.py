@@ -26,8 +26,7 @@ from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.losses import as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, as_coupled
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof

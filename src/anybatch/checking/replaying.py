@@ -29,8 +29,7 @@ from anybatch.checking.rig import in_place_of
 from anybatch.checking.standins import argument
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.interception import unobserved
-from anybatch.loss.losses import LossFunction, as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof

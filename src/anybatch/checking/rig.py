@@ -27,8 +27,7 @@ from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
 from anybatch.checking.visits import Visits
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.losses import Evaluation, InPieces, LossFunction, Piece, Place, is_nothing, unless_nothing
 from anybatch.loss.sequence import OverTime
 from anybatch.loss.sums import values_of
 from anybatch.loss.weights import fetched

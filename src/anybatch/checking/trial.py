@@ -23,8 +23,7 @@ from anybatch.checking.rig import announced, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider, repeats
 from anybatch.interception import unobserved
-from anybatch.loss.losses import LossFunction, as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
 from anybatch.loss.weights import FORWARD
