@@ -265,7 +265,7 @@ def kept_of(optimizer: Any, parameter: torch.Tensor | None) -> list[torch.Tensor
 
 
 def _rows_equal(grad: torch.Tensor) -> torch.Tensor:
-    """Whether a matrix has equal rows that are not zero, or each gate of a GRU or LSTM has; on a CPU ends mostly tell."""
+    """Whether a matrix, or each gate of a GRU or LSTM, has equal rows that are not zero; on a CPU ends mostly tell."""
     found = torch.zeros((), dtype=torch.bool, device=grad.device)
     for gates in (1, *(one for one in _GATES if len(grad) % one == 0 and len(grad) >= one * _OF_A_GATE)):
         rows = grad.unflatten(0, (gates, -1))
