@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import in_one_line, reason
-from anybatch.checking.gradients import distance, relative
 from anybatch.checking.rig import Outcome, Rig, announced
 from anybatch.loss.losses import LossFunction
 from anybatch.memory.meter import OverBudget
@@ -26,23 +25,13 @@ class Comparison:
     each: Sequence[tuple[Sequence[Part], Outcome | Exception]]
 
     def __post_init__(self) -> None:
-        norm = self.whole.norm
         # the relative error of the gradient of the worst split
-        self.error = max(relative(self.difference(outcome), norm) for _, outcome in self.each)
-
-    def difference(self, outcome: Outcome | Exception) -> float:
-        """The norm of the difference of a split's gradient and the whole's."""
-        return distance(outcome.gradients, self.whole.gradients) if isinstance(outcome, Outcome) else math.inf
+        self.error = max(one.error(self.whole) if isinstance(one, Outcome) else math.inf for _, one in self.each)
 
     def loss_error(self, *names: str) -> float:
         """The relative error of the value of some losses, of all without names, in the worst split."""
-        found = [0.0]
-        for _, outcome in self.each:
-            for name in names or self.whole.losses:
-                value = self.whole.losses[name]
-                off = abs(outcome.losses.get(name, 0.0) - value) if isinstance(outcome, Outcome) else math.inf
-                found.append(relative(off, abs(value)))
-        return max(found)
+        each = (outcome for _, outcome in self.each)
+        return max(one.value_error(self.whole, *names) if isinstance(one, Outcome) else math.inf for one in each)
 
     @property
     def failures(self) -> list[tuple[Sequence[Part], Exception]]:
@@ -89,10 +78,6 @@ class Case:
         """The loss, of which each micro-batch begins with something."""
         return announced(self.rig.task.loss_fn, begin)
 
-    def error_of(self, gradients: Any, scale: float = 0.0) -> float:
-        """How far a gradient is from the whole's, over the norm of that or a larger scale."""
-        return relative(distance(gradients, self.whole.gradients), max(scale, self.whole.norm))
-
     def searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
         """Looks for one cause; a search that fails is noted, and the others go on."""
         try:
@@ -107,11 +92,11 @@ class Case:
 
     def forgive_cancellation(self, comparison: Comparison) -> None:
         """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing."""
-        if comparison.failures:
-            return
         errors = []
         for parts, outcome in comparison.each:
+            if not isinstance(outcome, Outcome):
+                return
             norm = sum(part.norm for part in self.rig.parts(parts)) / len(parts)
-            errors.append(relative(comparison.difference(outcome), max(norm, comparison.whole.norm)))
+            errors.append(outcome.error(comparison.whole, norm))
         if max(errors) <= self.tolerance:
             comparison.error = max(errors)

@@ -48,8 +48,7 @@ class Cut(NamedTuple):
     @property
     def parts(self) -> list[Part]:
         """The parts."""
-        ends = itertools.accumulate(self.sizes)
-        return [Part(range(end - size, end), size) for end, size in zip(ends, self.sizes, strict=True)]
+        return parts_of_sizes(self.sizes)
 
     @property
     def backwards(self) -> "Cut":
@@ -61,6 +60,12 @@ class Cut(NamedTuple):
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
+
+
+def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
+    """Consecutive parts of some sizes."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]
 
 
 def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, dict[str, int | None], Splittable]]:

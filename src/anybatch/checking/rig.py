@@ -3,10 +3,9 @@
 import contextlib
 import copy
 import functools
-import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +19,10 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.gradients import distance
-from anybatch.checking.isolation import Isolation
+from anybatch.checking.cuts import parts_of_sizes
+from anybatch.checking.gradients import distance, relative
 from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of
-from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
+from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.coupling import Coupled
@@ -34,17 +33,13 @@ from anybatch.loss.sums import values_of
 from anybatch.loss.weights import fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import Effect, SideEffects, same
+from anybatch.tensors.sideeffects import INTERNALS, LARGEST_COPY, Effect, SideEffects, same
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Progress, Task, run_pass
-
-
-class _OutsideLeaves(Exception):
-    """A loss depends on leaves that no module holds."""
 
 
 @dataclass
@@ -60,10 +55,124 @@ class Outcome:
         """The norm of the whole gradient."""
         return distance(self.gradients)
 
+    def error(self, whole: "Outcome", scale: float = 0.0) -> float:
+        """How far the gradient is from that of another run, over the norm of that or a larger scale."""
+        return relative(distance(self.gradients, whole.gradients), max(scale, whole.norm))
+
+    def value_error(self, whole: "Outcome", *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst of them."""
+        pairs = ((self.losses.get(name, 0.0), whole.losses[name]) for name in names or whole.losses)
+        return max((relative(abs(one - value), abs(value)) for one, value in pairs), default=0.0)
+
     @property
     def is_finite(self) -> bool:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+
+
+class Isolation:
+    """Gives modules copies of their tensors, and puts everything back: weights, gradients, buffers, modes, attributes.
+
+    The modules themselves run, on copies of their tensors, rather than a deep copy of the modules: not every model can
+    be copied, hooks on parameters would be lost, and a loss that reaches the model by another way than its first
+    argument would use another model.
+
+    Hooks that run an optimizer within the backward are taken off for the while.
+
+    Args:
+        dtype: what floating-point parameters and buffers are converted to; ``None`` to leave them.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], dtype: torch.dtype | None) -> None:
+        self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
+        self._dtype, self._undo = dtype, ExitStack()
+        # the buffers by their homes and names, each with its copy and with the values that it began with
+        self.buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.parameters: dict[int, torch.Tensor] = {}  # those that have copies of their values, by their ``id``
+        # the ``id`` s of those with hooks that run after the gradient was accumulated
+        self.with_optimizer_hooks: set[int] = set()
+
+    def begin(self, undo: ExitStack) -> None:
+        """Lasts until a stack is closed."""
+        self._undo = undo
+        for module in self._modules:
+            for value in [value for name, value in vars(module).items() if name in INTERNALS]:
+                if isinstance(value, (dict, set)):
+                    undo.callback(value.update, value.copy())
+                    undo.callback(value.clear)  # which comes before
+        buffers: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            if isinstance(module, torch.jit.ScriptModule):  # its buffers can't be exchanged
+                for buffer in module.buffers(recurse=False):
+                    _remember_values(buffer, undo)
+            else:
+                self._exchange_buffers(module._buffers, buffers)
+            for parameter in module._parameters.values():  # parameters() may be another method of the user's
+                if parameter is not None:
+                    self.add(parameter)
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Gives one more leaf tensor a copy of its values, if it has none yet."""
+        if id(parameter) in self.parameters or parameter.is_meta:
+            return
+        self.parameters[id(parameter)] = parameter
+        values, gradient = parameter.data, parameter.grad
+
+        def put_back() -> None:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+
+        self._undo.callback(put_back)
+        if parameter._post_accumulate_grad_hooks:
+            self.with_optimizer_hooks.add(id(parameter))
+            muted(parameter._post_accumulate_grad_hooks, self._undo)
+        parameter.data = in_precision(values.detach().clone(), self._dtype)
+
+    def restore_buffers(self) -> None:
+        """Puts the values that the buffers had at the start of the isolation into them."""
+        with torch.no_grad():
+            for home, name, buffer, value in self.buffer_values:
+                home[name] = buffer
+                if not torch.equal(buffer, value):  # a graph that is kept may have saved it
+                    if buffer.shape != value.shape:  # an observer makes room in its first forward
+                        buffer.resize_(value.shape)
+                    buffer.copy_(value)
+
+    def _exchange_buffers(self, home: dict[str, Any], known: dict[int, torch.Tensor]) -> None:
+        for name, buffer in list(home.items()):
+            if buffer is None or buffer.is_meta:
+                continue
+            if id(buffer) not in known:
+                known[id(buffer)] = in_precision(buffer.detach().clone(), self._dtype)
+            twin = known[id(buffer)]
+            home[name] = twin
+            self.buffer_values.append((home, name, twin, twin.clone()))
+
+
+def is_flag(buffer: torch.Tensor) -> bool:
+    """Whether a buffer says no more than yes or no."""
+    return buffer.dtype in (torch.bool, torch.uint8) and buffer.numel() == 1
+
+
+def muted(hooks: Any, undo: ExitStack) -> None:
+    """Empties a dictionary of hooks until a stack is closed."""
+    if hooks:
+        undo.callback(hooks.update, dict(hooks))
+        hooks.clear()
+
+
+def _remember_values(tensor: torch.Tensor, undo: ExitStack) -> None:
+    if tensor.is_meta or tensor.is_inference() or tensor.nbytes > LARGEST_COPY:
+        return
+    version, values = tensor._version, tensor.detach().clone()
+
+    def put_back() -> None:
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    undo.callback(put_back)
 
 
 class Rig:
@@ -93,7 +202,6 @@ class Rig:
         self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
         self.isolation = Isolation(self.roots.values(), dtype)
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
-        self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
 
     @property
@@ -139,19 +247,20 @@ class Rig:
         Args:
             trained: the ``id`` s of parameters that the loss trains itself, whose gradients are its own.
         """
-        self._trained = trained
+        outside = OutsideLeaves(self.parameters)
         named = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) not in trained]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        inside = len(self.parameters)
-        loss_fn, is_found = self._looking_for_leaves(), False
-        while not is_found:
-            try:
-                whole = self.run(loss_fn=loss_fn)
-                is_found = True
-            except _OutsideLeaves as found:
-                for leaf in found.args:
-                    self.isolation.add(leaf)
-                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+        inside, loss_fn = len(self.parameters), _with_each(self.task.loss_fn, lambda _, loss: loss)  # not in pieces
+        try:
+            whole = self.run(loss_fn=loss_fn, outside=outside)
+        finally:
+            for leaf, gradient in outside.found:
+                leaf.grad = gradient
+        if found := [leaf for leaf, _ in outside.found if id(leaf) not in trained]:
+            for leaf in found:
+                self.isolation.add(leaf)
+                self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+            whole = self.run(loss_fn=loss_fn)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
         kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
         self.parameters = [self.parameters[i] for i in kept]
@@ -159,20 +268,6 @@ class Rig:
         whole.gradients = [whole.gradients[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
-
-    def _looking_for_leaves(self) -> LossFunction:
-        """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
-        stopped: set[str] = set()
-
-        def look(name: str, loss: Any) -> Any:
-            known = {id(parameter) for parameter in self.parameters} | {*self._trained}
-            behind = leaves_of(loss.total if isinstance(loss, Mean) else loss)
-            if (found := [leaf for leaf in behind if id(leaf) not in known]) and name not in stopped:
-                stopped.add(name)
-                raise _OutsideLeaves(*found)
-            return loss
-
-        return _with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk."""
@@ -194,13 +289,8 @@ class Rig:
 
     def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
         """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
-        if self.stand_ins is None:
-            return False
-        with self.stand_ins.drawing() as of_whole:
-            self.run()
-        with self.stand_ins.drawing() as of_parts:
-            self.run(parts, fresh=False, carries=carries)
-        return repeats(of_whole, of_parts)
+        again = functools.partial(self.run, parts, fresh=False, carries=carries)
+        return self.stand_ins is not None and self.stand_ins.repeated(self.run, again) is not None
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -232,6 +322,7 @@ class Rig:
         splittable: Splittable | None = None,
         fresh: bool = True,
         carries: Collection[Effect] = (),
+        outside: OutsideLeaves | None = None,
         **changes: Any,
     ) -> Outcome:
         """The gradient of the batch, as a step would compute it.
@@ -241,12 +332,13 @@ class Rig:
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
             carries: what goes over all the same, of what a run changes in Python.
+            outside: collects leaves that are not known yet.
             **changes: of the task, such as another ``loss_fn``, ``count`` or ``batch_norm``.
         """
         splittable = copies_of(splittable or self.splittable, self.dtype)
         parts = splittable.plan(None) if parts is None else parts
         turns = Turns(self.stand_ins, splittable.rows, [part.samples for part in parts])
-        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
+        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes}, outside)
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
         """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
@@ -272,7 +364,7 @@ class Rig:
 
     def _run(
         self, splittable: Splittable, parts: Sequence[Part], turns: Turns, fresh: bool, carries: Collection[Effect],
-        changes: Mapping[str, Any],
+        changes: Mapping[str, Any], outside: OutsideLeaves | None = None,
     ) -> Outcome:  # fmt: skip
         def begin() -> None:
             """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
@@ -300,7 +392,7 @@ class Rig:
         self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
         self._random.restore()  # from which the seed of masks is drawn
         with self.stand_ins or contextlib.nullcontext():
-            weights, sums = run_pass(task, parts, self.parameters, Progress())
+            weights, sums = run_pass(task, parts, self.parameters, Progress(), outside=outside)
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
@@ -437,12 +529,6 @@ def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[li
         raise BatchError(f"got a batch of {rows} samples; expected at least two, to split it")
     other = next((parts for parts in candidates[1:] if len(parts) != len(candidates[0])), None)
     return [candidates[0], *([other] if other else candidates[1:2])]
-
-
-def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
-    """Consecutive parts of some sizes."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]
 
 
 def announced(

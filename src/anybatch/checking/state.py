@@ -10,9 +10,7 @@ import torch
 
 from anybatch.checking.causes import how_far, listed, reason
 from anybatch.checking.comparison import Case
-from anybatch.checking.gradients import distance, relative
-from anybatch.checking.isolation import is_flag
-from anybatch.checking.rig import Outcome, Rig
+from anybatch.checking.rig import Outcome, Rig, is_flag
 from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.sideeffects import Effect
@@ -68,7 +66,7 @@ class State:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""
         outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
         if isinstance(outcome, Outcome):
-            error = relative(distance(outcome.gradients, alone.gradients), max(alone.norm, self._case.whole.norm))
+            error = outcome.error(alone, self._case.whole.norm)
         self.error = max(self.error, error)
         return error > self._case.tolerance
 
@@ -106,7 +104,7 @@ class State:
             setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
         for begin in setters:
             outcome = case.attempt(loss_fn=case.beginning(begin))  # fails as for an index that is out of range
-            if isinstance(outcome, Outcome) and case.error_of(outcome.gradients, outcome.norm) > case.tolerance:
+            if isinstance(outcome, Outcome) and outcome.error(case.whole, outcome.norm) > case.tolerance:
                 return True
         return False
 
@@ -197,7 +195,7 @@ class Buffers:
         for parts in case.splits:
             split = case.attempt(parts, fresh=False, loss_fn=self._from(case, ahead, turned))
             if isinstance(split, Outcome):
-                error = relative(distance(split.gradients, whole.gradients), max(whole.norm, case.whole.norm))
+                error = split.error(whole, case.whole.norm)
                 if error > case.tolerance:
                     return error
         return 0.0

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,14 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
-from anybatch.checking.gradients import Sketch, relative
-from anybatch.checking.isolation import is_flag
+from anybatch.checking.gradients import Sketch, relative, tolerance_of
 from anybatch.checking.proving import Split
 from anybatch.checking.reach import OwnOptimizers, parameters_of
 from anybatch.checking.reach import modules_of as reached_modules
-from anybatch.checking.rig import announced, scaled
+from anybatch.checking.rig import announced, is_flag, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider, repeats
+from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
@@ -43,16 +43,11 @@ from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
-_ROUNDINGS = 128
-"""Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _FREE = 16 << 20  # bytes that a proof may take
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _OF_OTHERS = ("torch.utils.checkpoint", "torch._library.autograd")  # backwards of torch that run what the user wrote
 _LOUDER = 1e4
 _STIRRED = 0.1  # of a weight, by which it is moved
-_IN_FLOAT64 = 1e-10
-_LOW = 2.0**-9
-"""The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 T = TypeVar("T")
 Found = tuple[Proof, Reason | None]
 
@@ -74,19 +69,8 @@ class Difference:
 
     @property
     def tolerance(self) -> float:
-        """The bound of rounding, up to which error they count as the same.
-
-        Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on
-        from layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count
-        that is off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once
-        for each part and once for the sum, however they are computed.
-        """
-        if self.dtype is torch.float64:
-            return _IN_FLOAT64
-        unit = torch.finfo(self.dtype).eps / 2
-        if self.is_single:
-            return _ROUNDINGS * unit if unit < _LOW else 2 * unit
-        return 16 * max(unit, _LOW)
+        """Up to which error they count as the same."""
+        return tolerance_of(self.dtype, is_single=self.is_single)
 
     @property
     def is_none(self) -> bool:
@@ -197,12 +181,9 @@ class Trial:
         task = self._task
         if self._is_shared or numbers is None or task.count == FORWARD or as_coupled(task.loss_fn) is not None:
             return None  # or what counts by a forward draws its numbers again
-        with numbers.drawing() as of_whole:
-            whole = self.run(cut, cut.whole, numbers)
-        with numbers.drawing() as of_parts:
-            split = self.run(cut, cut.parts, numbers)
+        ran = numbers.repeated(*(partial(self.run, cut, parts, numbers) for parts in (cut.whole, cut.parts)))
         operations = [draw.operation for draw in numbers.draws]
-        return (self._compared(cut, whole, split).error, operations) if repeats(of_whole, of_parts) else None
+        return None if ran is None else (self._compared(cut, *ran).error, operations)
 
     def _compared(
         self, cut: Cut, whole: Ran, other: Ran, *, draws: bool = False, in_single: bool = False
@@ -218,7 +199,7 @@ class Trial:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
         alone = cut.alone(cut.parts[0])
         whole, part = self.run(cut, cut.whole), self.run(alone, alone.whole)
-        return self.judged(cut, self.parameters, self._compared(cut, whole, part).error, 0.0, draws=False).is_none
+        return replace(self._compared(cut, whole, part), value_error=0.0).is_none
 
     def moves(self, cut: Cut) -> bool:
         """Whether the very same samples give something else each time that they run, from the same random state.
@@ -227,7 +208,6 @@ class Trial:
         """
         one, other = (self.run(cut, cut.whole) for _ in range(2))
         found = self._compared(cut, one, other)
-        found = self.judged(cut, self.parameters, found.error, found.value_error, draws=False)
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
 
