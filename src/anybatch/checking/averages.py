@@ -14,11 +14,10 @@ from anybatch.batch.counting import count_samples, count_tokens
 from anybatch.batch.layout import Branch, Node, Rows, lay_out
 from anybatch.batch.trees import leaves, lookup
 from anybatch.checking.causes import more, reason
-from anybatch.checking.comparison import Case
 from anybatch.checking.cuts import parts_of_sizes
-from anybatch.checking.gradients import length_of, norm_of, sketched
+from anybatch.checking.gradients import Outcome, length_of, norm_of, sketched
 from anybatch.checking.reach import tensors_of
-from anybatch.checking.rig import Outcome
+from anybatch.checking.rig import Case
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.weights import Count

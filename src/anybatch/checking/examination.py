@@ -15,9 +15,8 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages, even_labels
 from anybatch.checking.causes import reason, seeded
-from anybatch.checking.comparison import Case, Comparison
-from anybatch.checking.gradients import tolerance_of
-from anybatch.checking.rig import Outcome, Rig
+from anybatch.checking.gradients import Comparison, Outcome
+from anybatch.checking.rig import Case, Rig
 from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
@@ -25,13 +24,13 @@ from anybatch.checking.state import Buffers, State
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
-from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.sideeffects import Effect
 from anybatch.update.passes import Task
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
+_ROUNDINGS = 24  # the same in the model's own precision, in steps of that: of deep models less than 2 were seen
 _PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
 
 
@@ -312,8 +311,7 @@ class Examination(Case):
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
         """The bound of rounding where it was not computed in float64: in a precision, or in that of the parameters."""
         kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()] if dtype is None else [dtype]
-        lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
-        return tolerance_of(lowest, is_single=lowest not in LOW_PRECISION)
+        return _ROUNDINGS * max((torch.finfo(kind).eps for kind in kinds), default=2.0**-23)
 
 
 def _is_of_items(found: Reason) -> bool:

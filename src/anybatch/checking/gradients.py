@@ -2,18 +2,15 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part
 from anybatch.tensors.shards import local_of
 
-_ROUNDINGS = 128
-"""Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
-_IN_FLOAT64 = 1e-10
-_LOW = 2.0**-9
-"""The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
 _SIZE = 1024
 """Numbers that are kept of a large gradient: the norm of a difference is then known within ``sqrt(2 / 1024)``, 4 %."""
 _FEW = 4  # times as many entries, below which all are kept
@@ -25,26 +22,6 @@ def relative(difference: float, scale: float) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
-
-
-def tolerance_of(dtype: torch.dtype, *, is_single: bool = True) -> float:
-    """The bound of rounding, up to which error two gradients count as the same.
-
-    Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on from
-    layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count that is
-    off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once for each part
-    and once for the sum, however they are computed.
-
-    Args:
-        dtype: the lowest precision of what has a gradient.
-        is_single: whether everything was computed in float32 at least.
-    """
-    if dtype is torch.float64:
-        return _IN_FLOAT64
-    unit = torch.finfo(dtype).eps / 2
-    if is_single:
-        return _ROUNDINGS * unit if unit < _LOW else 2 * unit
-    return 16 * max(unit, _LOW)
 
 
 def norm_of(values: Any) -> float:
@@ -65,6 +42,62 @@ def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
     if one is None or other is None:
         return other if one is None else one
     return one.double() - other.double()
+
+
+@dataclass
+class Outcome:
+    """What a run gave."""
+
+    losses: dict[str, float]  # the values by name
+    counts: dict[str, float]  # what ``Mean`` s were over, by name
+    gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return distance(self.gradients)
+
+    def error(self, whole: "Outcome", scale: float = 0.0) -> float:
+        """How far the gradient is from that of another run, over the norm of that or a larger scale."""
+        return relative(distance(self.gradients, whole.gradients), max(scale, whole.norm))
+
+    def value_error(self, whole: "Outcome", *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst of them."""
+        pairs = ((self.losses.get(name, 0.0), whole.losses[name]) for name in names or whole.losses)
+        return max((relative(abs(one - value), abs(value)) for one, value in pairs), default=0.0)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are finite."""
+        return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+
+
+@dataclass
+class Comparison:
+    """Splits against the whole."""
+
+    whole: Outcome  # what the whole batch gave
+    # the splits, each with what it gave or the error it failed with
+    each: Sequence[tuple[Sequence[Part], Outcome | Exception]]
+
+    def __post_init__(self) -> None:
+        # the relative error of the gradient of the worst split
+        self.error = max(one.error(self.whole) if isinstance(one, Outcome) else math.inf for _, one in self.each)
+
+    def loss_error(self, *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst split."""
+        each = (outcome for _, outcome in self.each)
+        return max(one.value_error(self.whole, *names) if isinstance(one, Outcome) else math.inf for one in each)
+
+    @property
+    def failures(self) -> list[tuple[Sequence[Part], Exception]]:
+        """The splits that failed, and the errors."""
+        return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
+
+    def wrong_losses(self, tolerance: float) -> list[str]:
+        """The losses whose values differ; all if none does."""
+        names = list(self.whole.losses)
+        return [name for name in names if self.loss_error(name) > tolerance] or names
 
 
 def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:

@@ -234,13 +234,9 @@ class Replay:
         if others and len(calls) == len(self._parts):
             yield [self._parts[0], self._parts[others[0]]]
 
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(len(part.samples) for part in self._parts)
-
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""
-        sizes = self._sizes
+        sizes = tuple(len(part.samples) for part in self._parts)
         if len(self._given) != len(sizes) or len({len(given) for given in self._given}) != 1:
             return []
         given, self._given = self._given, []

@@ -15,11 +15,10 @@ from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
 from anybatch.checking.averages import Averages
 from anybatch.checking.causes import more, reason
-from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.cuts import placed_one_by_one
-from anybatch.checking.gradients import distance
+from anybatch.checking.gradients import Comparison, Outcome, distance
 from anybatch.checking.reach import optimized_by, parameters_of
-from anybatch.checking.rig import Outcome, muted, scaled
+from anybatch.checking.rig import Case, muted, scaled
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError

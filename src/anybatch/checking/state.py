@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from anybatch.checking.causes import how_far, listed, reason
-from anybatch.checking.comparison import Case
-from anybatch.checking.rig import Outcome, Rig, is_flag
+from anybatch.checking.gradients import Outcome
+from anybatch.checking.rig import Case, Rig, is_flag
 from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.sideeffects import Effect
@@ -150,14 +150,12 @@ class Buffers:
 
     def __init__(self, rig: Rig) -> None:
         own = {id(one) for module in rig.modules.values() for one in power_iteration(module)}
-        # by the home, since one that was deleted is in no list; the model's own name counts
-        names = {id(module._buffers): name for name, module in reversed(rig.modules.items())}
         self.changed: list[str] = []
         # of those, what can be moved on: with values before and after
         self._moved: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._flags: list[tuple[str, torch.Tensor]] = []
-        for home, inner, buffer, before in rig.isolation.buffer_values:
-            name, now = f"{names.get(id(home), '')}.{inner}".strip("."), home.get(inner)
+        for name, home, key, buffer, before in rig.buffer_values:
+            now = home.get(key)
             if id(buffer) in own:
                 continue
             if now is None:  # set to None or deleted, and not there for the next micro-batch
