@@ -61,6 +61,9 @@ _ADDED = "what the parameters do not make is only added"
 _WEIGHED = "the loss is a sum of rows, each times a number of either sign"
 _HARDLY = "what derivatives stand beside hardly differs from row to row"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
+_PACKING = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Operations that are given lengths, or how many rows go on at each place."""
+
 _TERMS = DISTANCES | OF_CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 
 
@@ -264,9 +267,17 @@ def meetings_of(step: Step) -> list[Meeting]:
         )  # whose numbers of one say of what, and are no targets
         if not made or not operation.grad or not step.needed & set(operation.outs) or is_none:
             continue
+        if operation.name in _PACKING or (operation.name == "index_select" and _is_order(values, operation)):
+            continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]
     return (found or list(_of_terms(step)))[::-1][:_MOST_MEETINGS]
+
+
+def _is_order(values: Mapping[Slot, torch.Tensor], picked: Operation) -> bool:
+    """Whether all rows are picked, in another order, as where a packed sequence has that of its lengths."""
+    index = values[picked.given[-1]]
+    return index.dim() == 1 and torch.equal(index.sort().values, torch.arange(len(index), device=index.device))
 
 
 def _of_terms(step: Step) -> Iterator[Meeting]:

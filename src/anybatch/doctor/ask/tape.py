@@ -381,13 +381,26 @@ def _again(operation: Operation, args: Any, kwargs: Any, change: Callable[[torch
 
 def _checked(name: str, args: Any) -> Any:
     """The arguments of a recurrent layer without dropout; torch itself does not look whether their rows fit."""
-    if len(args) < 9 or not isinstance(args[5], float):
-        raise ValueError("a packed sequence is not run with other rows")
+    if len(args) < 9:
+        raise ValueError(f"{name} was called in an unusual way")
+    if isinstance(args[6], float):
+        return _checked_as_packed(name, args)
     rows = args[0].shape[0 if args[8] else 1] if args[0].dim() == 3 else None
     states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
     if any(one.dim() != 3 or one.shape[1] != rows for one in states):
         raise ValueError(f"the state of {name} has other rows than its input")
     return (*args[:5], 0.0, *args[6:])
+
+
+def _checked_as_packed(name: str, args: Any) -> Any:
+    """The same of a packed sequence, whose rows are in the order of their lengths."""
+    sizes = [int(one) for one in args[1]]
+    states = args[2] if isinstance(args[2], (list, tuple)) else (args[2],)
+    if sizes != sorted(sizes, reverse=True) or sizes[-1] < 1 or sum(sizes) != len(args[0]):
+        raise ValueError(f"the packed sequence of {name} is one of other rows")
+    if any(one.dim() != 3 or one.shape[1] != sizes[0] for one in states):
+        raise ValueError(f"the state of {name} has other rows than its input")
+    return (*args[:6], 0.0, *args[7:])
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -118,7 +118,9 @@ _SURELY = 3.0  # standard errors
 
 
 def _absent(seen: torch.Tensor, within: torch.Tensor, calls: int, number: int) -> tuple[int, ...]:
-    """Classes that no target is of, where all others come about as often as each other, and in all parts of the data.
+    """The last classes, if no target is of these, and all others come about as often as each other, in all batches.
+
+    The first ones may be a padding or a start, or the classes are counted from 1.
 
     Args:
         seen: targets of each class.
@@ -127,7 +129,7 @@ def _absent(seen: torch.Tensor, within: torch.Tensor, calls: int, number: int) -
         number: of the targets.
     """
     classes, kinds = len(seen), int((seen > 0).sum())
-    if not 1 < kinds < classes <= _MOST_KINDS or number < _OF_EACH * classes:
+    if seen[:kinds].eq(0).any() or not 1 < kinds < classes <= _MOST_KINDS or number < _OF_EACH * classes:
         return ()
     rarest = int(seen[seen > 0].kthvalue(2).values)  # one may be cut in two
     expected = calls * (1 - (1 - seen / number) ** (number / calls))  # of batches that are drawn
