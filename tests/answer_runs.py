@@ -128,7 +128,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "signs": {"op": "cosine_embedding_loss", "others": [0.0], "share": 0.5},
     "punished": {"kind": "probability of", "terms": 1, "beside": 0},
     "layers": {"layers": ["8→16", "16→16", "16→10"]},
-    "straight": {"layers": ["layers.0", "layers.1"]},
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "overlap": {"apart": 30, "pairs": 32},

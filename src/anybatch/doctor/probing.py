@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import leaks, straightness, training
+from anybatch.doctor.ask import leaks, training
 from anybatch.doctor.ask.asking import answers, asked, single
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
@@ -22,7 +22,6 @@ _PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
     ("padding read", leaks.padding_read),
     ("modes", leaks.random_in_evaluation),
     ("evaluated scores", leaks.squashed_in_evaluation),
-    ("straight", straightness.straight),
 ]
 """Each a name and a function of the copy, the run, the number of the root and the recorder."""
 

@@ -581,10 +581,6 @@ def test_inputs_alike_fires_where_states_are_their_own_next_ones() -> None:
     quiet(asked("unmoved", "no").run(), "INPUTS_ALIKE")
 
 
-def test_no_activation_fires_where_what_a_net_gives_lies_on_a_line() -> None:
-    assert "layers.0 and layers.1" in fires(asked("straight", "yes").run(), "NO_ACTIVATION", "warning").message
-
-
 def test_no_activation_fires_on_layers_that_fold() -> None:
     one = fires(asked("layers", "yes").run(), "NO_ACTIVATION", "warning")
     assert "model (8→16, 16→16, 16→10)" in one.message
@@ -592,5 +588,4 @@ def test_no_activation_fires_on_layers_that_fold() -> None:
 
 
 def test_no_activation_is_quiet_without_an_answer() -> None:
-    both("straight", "NO_ACTIVATION")
     both("layers", "NO_ACTIVATION")

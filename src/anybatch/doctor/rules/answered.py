@@ -45,7 +45,6 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
     "of one row": lambda run, probed: "one row" in probed.detail,
     "of a table": lambda run, probed: "table" in probed.detail,
-    "no layers": lambda run, probed: not run.answers("layers"),
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
 }
