@@ -197,13 +197,6 @@ def test_target_drawn_is_quiet_where_it_is_learned_and_without_an_answer() -> No
     quiet(replace(asked("drawn targets", "no"), loss=flat).run(), "TARGET_DRAWN")
 
 
-def test_rows_torn_fires_on_means_of_rows_of_several_groups_where_nothing_is_learned() -> None:
-    run = replace(asked("mixed groups", "yes"), loss=flat).run()
-    assert "0, 5, 10" in fires(run, "ROWS_TORN", "warning").message
-    quiet(asked("mixed groups", "yes").run(), "ROWS_TORN")
-    quiet(replace(asked("mixed groups", "no"), loss=flat).run(), "ROWS_TORN")
-
-
 def test_target_of_indices_fires_and_names_the_operation() -> None:
     assert "argmax" in fires(asked("indices", "yes").run(), "TARGET_OF_INDICES", "warning").message
 
@@ -228,16 +221,6 @@ def test_weight_escapes_fires_with_both_losses() -> None:
 
 def test_weight_escapes_is_quiet_without_an_answer() -> None:
     both("weighed away", "WEIGHT_ESCAPES")
-
-
-def test_mixed_labels_swapped_fires_with_both_shares() -> None:
-    run = replace(asked("mixed apart", "yes"), loss=flat).run()
-    assert "weights of 0.8 and 0.2" in fires(run, "MIXED_LABELS_SWAPPED", "warning").message
-
-
-def test_mixed_labels_swapped_is_quiet_where_it_is_learned_and_without_an_answer() -> None:
-    quiet(asked("mixed apart", "yes").run(), "MIXED_LABELS_SWAPPED")
-    quiet(replace(asked("mixed apart", "no"), loss=flat).run(), "MIXED_LABELS_SWAPPED")
 
 
 def test_target_trained_fires_and_names_the_optimizer() -> None:
@@ -298,10 +281,6 @@ def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
 def test_rows_torn_fires_where_rewards_are_summed_up_from_the_first_on() -> None:
     assert "reversed(rewards)" in fires(asked("past sums", "yes").run(), "ROWS_TORN", "warning").fix
     both("past sums", "ROWS_TORN")
-
-
-def test_rows_torn_says_how_often_rows_are_repeated() -> None:
-    assert "repeat_interleave(5)" in fires(asked("repeated rows", "yes").run(), "ROWS_TORN", "warning").fix
 
 
 def test_target_given_fires_where_data_are_nothing_beside_the_noise() -> None:
@@ -464,7 +443,6 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("helped", "LOSS_SIGN", "warning"),
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
-        ("turned quantiles", "LOSS_SIGN", "warning"),
         ("worse preferred", "LOSS_SIGN", "warning"),
         ("halfway preferred", "LOSS_SIGN", "warning"),
         ("picked apart", "LABELS_UNRELATED", "error"),
@@ -528,14 +506,6 @@ def test_a_schedule_that_begins_anew_is_told() -> None:
     run = replace(asked("resumed", "yes"), before=(Loaded(into="optimizer"),)).run()
     found = fires(run, "LR_IGNORED_ON_RESUME", "warning")
     assert "checkpoint['sched']" in found.fix
-
-
-def test_degrees_multiplied_fires_and_gives_the_largest() -> None:
-    assert "up to 90" in fires(asked("degrees", "yes").run(), "DEGREES_MULTIPLIED", "warning").message
-
-
-def test_degrees_multiplied_is_quiet_without_an_answer() -> None:
-    quiet(asked("degrees", "no").run(), "DEGREES_MULTIPLIED")
 
 
 def test_edges_not_offset_fires_and_gives_the_nodes() -> None:

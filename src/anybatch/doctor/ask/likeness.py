@@ -1,19 +1,14 @@
-"""Which way scores go, and what they are of: distances as scores, random rows drawn near, tables of no difference.
+"""Which way scores go: distances that are taken as scores, random rows that are drawn near.
 
-Each is asked of a step that was written down; none of them is a fault where the loss means it so.
+Each is asked of a step that was written down; neither of them is a fault where the loss means it so.
 """
 
-import math
-import time
 from collections.abc import Iterator
-from statistics import fmean, stdev
-from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.steps import MOVING, OF_CLASSES, Step, asks, following, said
 from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
-from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
 _PASSED = MOVING | {"squeeze", "unsqueeze", "transpose", "t", "T", "mT", "permute", "contiguous", "log_softmax",
@@ -21,8 +16,6 @@ _PASSED = MOVING | {"squeeze", "unsqueeze", "transpose", "t", "T", "mT", "permut
 _BETWEEN_ROWS = frozenset({"cdist", "pairwise_distance", "dist"})  # distances of their own
 _LENGTHS = frozenset({"pow", "square", "abs", "norm", "linalg_norm", "vector_norm"})
 _PARALLEL = 0.999  # a cosine
-_ORDERS, _LEAST_ORDERS, _SECONDS = 8, 4, 2.0
-_LITTLE, _MUCH, _SURE = 0.05, 0.5, 4.0  # shares of what the other input makes, of the loss, and standard deviations
 
 
 @asks("distance as score", of_rows=False)
@@ -101,34 +94,3 @@ def _pull(slope: torch.Tensor, anchor: torch.Tensor, shape: torch.Size) -> int:
     if not len(cosines) or float(cosines.abs().min()) < _PARALLEL:
         return 0
     return 1 if bool((cosines < 0).all()) else -1 if bool((cosines > 0).all()) else 0
-
-
-@asks("one-sided")
-def one_sided(step: Step) -> Iterator[Probed]:
-    """Whether of two tables that are looked up for each row one makes a difference to the loss, and the other none."""
-    tables: dict[Slot, Operation] = {}
-    for one in step.used("embedding"):
-        if one.given[0] in step.inputs and step.leaves[one.given[0]].shape == (step.rows,):
-            tables.setdefault(one.given[0], one)
-    if len(tables) != 2:
-        raise Unknown("not two tables are looked up with a number for each row")
-    end = min(step.until, time.perf_counter() + _SECONDS)
-    each = [(_with_others(step, slot, end), one) for slot, one in tables.items()]
-    (least, useless), (most, _) = sorted(each, key=lambda one: one[0][0])
-    # a small effect is one all the same: it is compared with the loss, and with what chance makes of it
-    is_little = abs(least[0]) < _LITTLE * min(most[0], step.own) and abs(least[0]) <= _SURE * least[1]
-    if most[0] > _MUCH * step.own > 0 and most[0] > _SURE * most[1] and is_little:
-        seen: dict[str, Any] = {"loss": step.own, "others": step.own + least[0], "beside": step.own + most[0]}
-        yield said(useless, op=useless.name, **seen)
-
-
-def _with_others(step: Step, slot: Slot, end: float) -> tuple[float, float]:
-    """By how much the loss rises with the numbers of other rows on average, and how far orders differ."""
-    generator, values = torch.Generator().manual_seed(11), list[float]()
-    while len(values) < _ORDERS and (time.perf_counter() < end or len(values) < _LEAST_ORDERS):
-        order = torch.randperm(step.rows, generator=generator)
-        leaf = step.leaves[slot]
-        values.append(step.loss_with(lambda one, leaf=leaf, order=order: one[order] if one is leaf else one))
-    if not all(map(math.isfinite, values)):
-        raise Unknown("the loss is not finite")
-    return fmean(values) - step.own, stdev(values)
