@@ -22,7 +22,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "one number": {"value": 0.0, "op": "linear"},
     "mixed derivative": {"columns": 2},
     "norm of places": {"op": "norm", "shape": [32, 1, 8, 8], "numbers": 64},
-    "order lost": {"batches": 13},
     "undone": {"online": 0, "online_module": "", "times": 8, "optimizer": 0, "steps": 9, "of": 10, "cosine": 0.01},
     "redrawn": {"optimizer": 0, "times": 9, "every": 40},
     "own state": {"cls": "Net", "tensors": 6},

@@ -39,7 +39,6 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not well": lambda run, probed: not learned_well(run),
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
-    "printed otherwise": lambda run, probed: 'prints "' in outcome(run).said,
     "alone": lambda run, probed: not adversarial(run),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
