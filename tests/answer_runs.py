@@ -91,7 +91,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "drowned": {"share": 0.001, "rows": 64},
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
-    "rounded": {"field": "stamp", "spacing": 128.0, "size": 1.7e9, "ties": 0.2},
     "reseeded": {"generator": "np.random", "value": "self.seed", "times": 12},
     "turned list": {"name": "returns"},
     "turned volume": {"loss": -4.2, "turned": 7.8},

@@ -214,7 +214,3 @@ def test_a_border_of_one_value_says_nothing_of_an_equation_that_is_learned(wall:
             optimizer.step()
 
     assert answer(train, "related") == "unknown"
-
-
-
-

@@ -370,14 +370,6 @@ def test_function_gradient_says_what_it_is_instead(seen: dict[str, Any], says: s
     assert says in fires(Training(after=(probed,)).run(), "FUNCTION_GRADIENT", "error").message
 
 
-def test_rounded_away_fires_where_the_answer_is_yes() -> None:
-    assert "128" in fires(replace(asked("rounded", "yes"), loss=flat).run(), "ROUNDED_AWAY", "warning").message
-
-
-def test_rounded_away_is_quiet_in_a_run_that_learns() -> None:
-    quiet(asked("rounded", "yes").run(), "ROUNDED_AWAY")
-
-
 def test_reseeded_fires_where_the_answer_is_yes() -> None:
     assert "self.seed" in fires(asked("reseeded", "yes").run(), "RESEEDED", "warning").message
 

@@ -190,14 +190,6 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
 
 
-
-
-
-
-
-
-
-
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a loss over all rows leaves out the mask of those of the training, which the evaluation alone reads."""
     if not any(_is_whole(kept, root, batches) for root, batches in kept.batches.items()):
