@@ -14,21 +14,18 @@ from anybatch.doctor.ask import (
     arguments,
     axes,
     batches,
-    copied,
+    calls,
     copies,
     crediting,
-    discarded,
     fitting,
     functions,
     ideals,
-    likeness,
     pairs,
     placing,
     pulling,
     relating,
     rows,
     sampling,
-    scaling,
     schedules,
     source,
     straightness,
@@ -44,7 +41,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, scaling, adversaries)
+OF_A_RUN = (copies, source, calls, schedules, functions, batches, sampling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16
@@ -54,14 +51,12 @@ OF_A_STEP = (
     rows,
     pairs,
     pulling,
-    likeness,
     placing,
     axes,
     weighing,
     crediting,
     functions,
     arguments,
-    copied,
     ideals,
     straightness,
     fitting,

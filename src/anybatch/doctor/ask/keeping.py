@@ -16,8 +16,8 @@ from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
-from anybatch.doctor.samples.redraws import Redraws
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
