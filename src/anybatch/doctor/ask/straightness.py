@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks
+from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
-from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
 _MOST = 400  # operations that are looked at; where a model bends, it does so within a few
@@ -40,9 +40,7 @@ def layers(step: Step) -> Iterator[Probed]:
         raise Unknown("a part of the step was computed by what has no graph, which may bend")
     if pairs:
         sizes = dict.fromkeys(pair for one in pairs[::-1] for pair in (one[:2], one[1:]))
-        own = set(map(id, step.parameters.values()))
-        roots = (root for root, one in step.modules.items() if own & set(map(id, one.parameters())))
-        yield told("", step.loss, root=next(roots, -1), layers=[f"{one}→{other}" for one, other in sizes])
+        yield said(step.loss, root=step.root, layers=[f"{one}→{other}" for one, other in sizes])
 
 
 def _hides(step: Step, one: Operation) -> bool:

@@ -1,6 +1,6 @@
-"""Questions that train or re-initialise a copy: initial loss, one batch, and whether labels belong to the inputs.
+"""Questions that train a copy: one batch, whether labels belong to the inputs, and whether a frozen part has to learn.
 
-For the last one batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the
+For labels, batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the
 nearest neighbours of each input. Where neither knows more about the labels of the other part than how frequent they
 are, what the model learns are the samples by heart.
 """
@@ -8,16 +8,17 @@ are, what the model learns are the samples by heart.
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from anybatch.doctor.ask.fitting import fitted
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.steps import OF_CLASSES
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, unwrapped
+from anybatch.doctor.ask.steps import OF_CLASSES, Step, asks, replayed, said
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told, unwrapped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -30,34 +31,33 @@ Batch = tuple[torch.Tensor, str, dict[str, Any]]
 """What a net was given first, and the loss function after it with its arguments."""
 
 
-class Loss:
-    """The loss of a run, computed again from outputs of a copy with the targets of its last call."""
+@asks("prior", of_rows=False)
+def prior(step: Step) -> Iterator[Probed]:
+    """Whether a loss of classes begins no higher than that of knowing nothing."""
+    for one in step.used(*OF_CLASSES):
+        scores = step.values[one.given[0]]
+        classes = scores.shape[1] if scores.dim() > 1 else scores.numel()
+        if classes > 1 and one.kwargs.get("reduction", "mean") == "mean":
+            first = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))
+            value, expected = float(first.values[one.outs[0]].detach()), math.log(classes)
+            answer = "yes" if value <= (1 + _NEAR) * expected else "no"
+            yield said(one, root=step.root, answer=answer, initial=value, prior=expected)
+    raise Unknown("no loss of classes was seen")
 
-    def __init__(self, trial: Trial, root: int, doctor: Any) -> None:
-        self._call = dict(getattr(doctor, "last_losses", None) or {}).get(root)
-        self.trial = trial
 
-    def __call__(self, outputs: Any) -> torch.Tensor:
-        """The loss."""
-        found = tensors(outputs)
-        if self._call is None:
-            scalars = [one for one in found if one.dim() == 0 and one.is_floating_point()]
-            if not scalars:
-                raise Unknown("the loss can't be rebuilt: its targets were not kept")
-            return scalars[0]
-        name, args, kwargs = self._call
-        function = getattr(functional, name, None)
-        if function is None or not args:
-            raise Unknown(f"the loss {name} can't be rebuilt")
-        wanted = args[0].shape
-        for one in found:
-            if one.shape == wanted or (one.numel() == args[0].numel() and one.shape[-1:] == wanted[-1:]):
-                try:
-                    result: torch.Tensor = function(one.reshape(wanted), *args[1:], **kwargs)
-                except FAILURES as error:
-                    raise Unknown(f"the loss can't be rebuilt: {error}"[:200]) from None
-                return result if result.dim() == 0 else result.mean()
-        raise Unknown("the loss can't be rebuilt: no output has the shape of its predictions")
+@asks("one batch", of_rows=False)
+def one_batch(step: Step) -> Iterator[Probed]:
+    """Whether a copy can fit the batch."""
+    start = step.kept.first_of(step.tape)
+    half = time.perf_counter() + max(0.0, step.until - time.perf_counter()) / 2
+    optimizer = torch.optim.Adam([*start.values()], lr=3e-3)
+    before, after, steps = fitted(step, start, optimizer, half, steps=_STEPS, seconds=math.inf)
+    answer = "unknown"
+    if math.isfinite(after) and after <= _FITTED * before:
+        answer = "yes"
+    elif steps == _STEPS and before > 0 and not after <= _STUCK * before:
+        answer = "no"
+    yield said(root=step.root, answer=answer, before=before, after=after, steps=steps)
 
 
 def fresh(module: nn.Module) -> nn.Module:
@@ -73,78 +73,6 @@ def fresh(module: nn.Module) -> nn.Module:
     if left:
         raise Unknown(f"{left[0]} can't be initialised again: its module has no reset_parameters")
     return other
-
-
-def prior(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether a new copy's loss is that of knowing nothing."""
-    calls = [one for one in run.of(LossCall) if one.root in (root, -1) and one.classes > 1]
-    if not calls or calls[0].function not in ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits"):
-        raise Unknown("no classification loss was seen")
-    expected = math.log(calls[0].classes) if calls[0].function != "binary_cross_entropy_with_logits" else math.log(2)
-    module, loss = fresh(trial.module), Loss(trial, root, doctor)
-    try:
-        with torch.no_grad():
-            value = float(loss(module(*trial.inputs.args, **trial.inputs.kwargs)))
-    except FAILURES as error:
-        raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
-    near = math.isfinite(value) and abs(value - expected) <= _NEAR * expected
-    return told("prior", root=root, answer="yes" if near else "no", initial=value, prior=expected)
-
-
-def one_batch(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether a copy can fit the last batch."""
-    loss = Loss(trial, root, doctor)
-    try:
-        module = fresh(trial.module)
-    except Unknown:
-        module = copy.deepcopy(trial.module)
-    before, after, steps = trained(trial, module, loss, lambda p: torch.optim.Adam(p, lr=3e-3), _STEPS)
-    answer = "unknown"
-    if math.isfinite(after) and after <= _FITTED * before:
-        answer = "yes"
-    elif steps == _STEPS and before > 0 and not after <= _STUCK * before:
-        answer = "no"
-    return told("one batch", root=root, answer=answer, before=before, after=after, steps=steps)
-
-
-def trained(
-    trial: Trial, module: nn.Module, loss: Loss, optimizer: Callable[[Any], torch.optim.Optimizer], steps: int
-) -> tuple[float, float, int]:
-    """Trains a copy on the last input."""
-    module.train()
-    for one in module.modules():
-        if isinstance(one, nn.modules.dropout._DropoutNd):
-            one.eval()
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
-        raise Unknown("no parameter requires a gradient")
-    stepping = optimizer(parameters)
-    values: list[float] = []
-    half = time.perf_counter() + max(0.0, trial.until - time.perf_counter()) / 2
-    try:
-        with torch.enable_grad():
-            for _ in range(steps):
-                if time.perf_counter() > half:
-                    break
-                value = loss(module(*trial.inputs.args, **trial.inputs.kwargs))
-                values.append(float(value.detach()))
-                if not math.isfinite(values[-1]):
-                    break
-                stepping.zero_grad()
-                value.backward()
-                stepping.step()
-    except FAILURES as error:
-        raise Unknown(f"the copy could not be trained: {type(error).__name__}: {error}"[:300]) from None
-    if not values:
-        raise Unknown("there was no time left")
-    return values[0], values[-1], len(values)
-
-
-PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
-    ("prior", prior),
-    ("one batch", one_batch),
-]
-"""Each a name and a function of the copy, the run, the number of the root and the recorder."""
 
 
 _LEAST = 240
