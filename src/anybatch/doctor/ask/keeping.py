@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from anybatch.doctor.ask.marking import mark, marks, some_of, versions_of
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
@@ -18,6 +17,7 @@ from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
+from anybatch.doctor.samples.inputs import mark, marks, some_of, versions_of
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed

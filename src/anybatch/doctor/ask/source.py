@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.marking import mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.ask.trials import Line, told
 from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.samples.inputs import mark
 from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Probed
