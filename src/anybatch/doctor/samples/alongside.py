@@ -13,6 +13,7 @@ from anybatch.doctor.recording.describing import wrapper_of
 from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
+from anybatch.doctor.samples.inputs import some_of
 from anybatch.memory.meter import resident_bytes
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.samples import Buffers, Memory, Tied, Written
@@ -99,7 +100,7 @@ class TieSampler:
             if len(group) < 2:
                 continue
             with torch.no_grad():
-                prints = torch.stack([_entries(values, 16).double() for _, values in group]).tolist()
+                prints = torch.stack([some_of(values, 16).double() for _, values in group]).tolist()
             first: dict[tuple[float, ...], tuple[int, torch.Tensor]] = {}
             for print_of_it, (number, values) in zip(map(tuple, prints), group, strict=True):
                 if len(set(print_of_it)) < 2 or len(self._pairs) >= _MOST_PAIRS:
@@ -148,13 +149,7 @@ class HandWrites:
 
 def _some(tensor: torch.Tensor) -> torch.Tensor | None:
     values = plain(tensor)
-    return None if values is None or not values.numel() else _entries(values.detach(), _WATCHED_ENTRIES)
-
-
-def _entries(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Evenly spaced entries."""
-    flat = values.reshape(-1)
-    return flat[:: max(1, flat.numel() // count)][:count]
+    return None if values is None or not values.numel() else some_of(values, _WATCHED_ENTRIES)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
