@@ -12,7 +12,7 @@ from anybatch.backpropagation import check_model_was_used
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
-from anybatch.engine import Engine
+from anybatch.engine import Engine, Owner, weak_method
 from anybatch.errors import BatchError, NotSplittable
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
@@ -39,7 +39,6 @@ from anybatch.update.closures import Again
 from anybatch.update.passes import NOBODY, Outcome, Progress, Task, Watch, run_pass
 from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.transaction import Retries, SizeLimit, Snapshot, is_out_of_memory
-from anybatch.update.weakmethods import Owner, weak_method
 
 if TYPE_CHECKING:
     from anybatch.parallel.devices import Devices

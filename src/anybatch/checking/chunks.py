@@ -15,7 +15,6 @@ from anybatch.batch.batches import Part
 from anybatch.checking.causes import in_one_line, is_own, reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
-from anybatch.checking.gradients import distance, relative
 from anybatch.checking.proving import Split
 from anybatch.checking.trial import Found, Trial
 from anybatch.errors import AnyBatchError
@@ -87,8 +86,7 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> tuple[Reason,
         if rig.stand_ins is not None:
             rig.stand_ins.held.constant = True
         whole, ran = rig.run(), rig.run(loss_fn=loss.in_chunks(other))
-        values = [relative(abs(ran.losses.get(name, 0.0) - one), abs(one)) for name, one in whole.losses.items()]
-        error, off = relative(distance(ran.gradients, whole.gradients), whole.norm), max(values, default=0.0)
+        error, off = ran.error(whole), ran.value_error(whole)
         least = _APART_IN_SINGLE if refused else _APART
         worst = off if loss.mode == "truncated" else max(error, off)
         if worst <= least or not math.isfinite(worst):

@@ -48,8 +48,7 @@ class Cut(NamedTuple):
     @property
     def parts(self) -> list[Part]:
         """The parts."""
-        ends = itertools.accumulate(self.sizes)
-        return [Part(range(end - size, end), size) for end, size in zip(ends, self.sizes, strict=True)]
+        return parts_of_sizes(self.sizes)
 
     @property
     def backwards(self) -> "Cut":
@@ -61,6 +60,44 @@ class Cut(NamedTuple):
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
+
+
+def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
+    """Consecutive parts of some sizes."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]
+
+
+def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[list[Part]]:
+    """Two different splits of a batch, the first as a step would make it; one if there is only one.
+
+    The second has three parts of different sizes, so that what depends on the sizes or the number of parts shows.
+
+    Args:
+        micro_batch_size: of the first split, a cost where raw samples have one; ``None`` for halves.
+
+    Example:
+        >>> batch = Splittable([torch.zeros(8, 1)])
+        >>> [[part.cost for part in parts] for parts in splits_of(batch, None)]
+        [[4, 4], [2, 2, 4]]
+    """
+    rows = splittable.rows
+    if splittable.has_costs:
+        limits = [splittable.largest / 2, splittable.largest / 3, splittable.largest / rows]
+        found = [splittable.plan(limit, "alone") for limit in [micro_batch_size or limits[0], *limits]]
+    else:
+        least, size = 2 if rows >= 6 else 1, None if micro_batch_size is None else int(micro_batch_size)
+        first, second = max(least, rows // 6), max(least, rows // 3)
+        sizes = [sizes_of(rows, size), sizes_of(rows, (rows + 1) // 2), [first, second, rows - first - second]]
+        found = [parts_of_sizes(one) for one in [*sizes, [first, rows - first]] if min(one) > 0]
+    candidates: list[list[Part]] = []
+    for parts in found:
+        if len(parts) > 1 and all([p.samples for p in parts] != [p.samples for p in one] for one in candidates):
+            candidates.append(parts)
+    if not candidates:
+        raise BatchError(f"got a batch of {rows} samples; expected at least two, to split it")
+    other = next((parts for parts in candidates[1:] if len(parts) != len(candidates[0])), None)
+    return [candidates[0], *([other] if other else candidates[1:2])]
 
 
 def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, dict[str, int | None], Splittable]]:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Part
 from anybatch.tensors.shards import local_of
 
 _SIZE = 1024
@@ -40,6 +42,62 @@ def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
     if one is None or other is None:
         return other if one is None else one
     return one.double() - other.double()
+
+
+@dataclass
+class Outcome:
+    """What a run gave."""
+
+    losses: dict[str, float]  # the values by name
+    counts: dict[str, float]  # what ``Mean`` s were over, by name
+    gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return distance(self.gradients)
+
+    def error(self, whole: "Outcome", scale: float = 0.0) -> float:
+        """How far the gradient is from that of another run, over the norm of that or a larger scale."""
+        return relative(distance(self.gradients, whole.gradients), max(scale, whole.norm))
+
+    def value_error(self, whole: "Outcome", *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst of them."""
+        pairs = ((self.losses.get(name, 0.0), whole.losses[name]) for name in names or whole.losses)
+        return max((relative(abs(one - value), abs(value)) for one, value in pairs), default=0.0)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are finite."""
+        return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+
+
+@dataclass
+class Comparison:
+    """Splits against the whole."""
+
+    whole: Outcome  # what the whole batch gave
+    # the splits, each with what it gave or the error it failed with
+    each: Sequence[tuple[Sequence[Part], Outcome | Exception]]
+
+    def __post_init__(self) -> None:
+        # the relative error of the gradient of the worst split
+        self.error = max(one.error(self.whole) if isinstance(one, Outcome) else math.inf for _, one in self.each)
+
+    def loss_error(self, *names: str) -> float:
+        """The relative error of the value of some losses, of all without names, in the worst split."""
+        each = (outcome for _, outcome in self.each)
+        return max(one.value_error(self.whole, *names) if isinstance(one, Outcome) else math.inf for one in each)
+
+    @property
+    def failures(self) -> list[tuple[Sequence[Part], Exception]]:
+        """The splits that failed, and the errors."""
+        return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
+
+    def wrong_losses(self, tolerance: float) -> list[str]:
+        """The losses whose values differ; all if none does."""
+        names = list(self.whole.losses)
+        return [name for name in names if self.loss_error(name) > tolerance] or names
 
 
 def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:

@@ -26,8 +26,7 @@ from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.losses import as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, as_coupled
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
@@ -476,23 +475,17 @@ class _Prover:
             in_groups = self._all_the_same(partial(self._cuts.of_groups, group=group, again=again))
             if in_groups is not None and self._all_the_same(own):  # which may be of several groups each
                 is_of_places = self._all_the_same(partial(self._cuts.of_groups, group=group, mixed=True)) is not None
-                is_marked = is_of_places or self._cuts.are_marked(group)
-                if not is_marked or (is_of_places and self._any_the_same(group)):
+                if not (is_of_places or self._cuts.are_marked(group)):
                     continue  # it is by chance that it makes no difference in this batch
+                parted = self._cuts.of_parted_groups(group=group) if is_of_places else ()
+                if any(self._all_the_same(lambda _, cut=cut: iter([cut])) for cut in parted):  # type: ignore[misc]
+                    continue  # a group may be parted after all, so that it is none
                 note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
                 if not is_of_places:
                     note = f"{note}, and each batch is proved, since what belongs together is told by a value of it"
                 proof = in_groups.proof("exact", "comparison", note=note)
                 return replace(proof, group=group, is_of_batch=not is_of_places), None
         return None
-
-    def _any_the_same(self, group: int) -> bool:
-        """Whether a group may be parted after all, so that it is no group."""
-        for cut in self._cuts.of_parted_groups(group=group):
-            only: Way = lambda *_, cut=cut: iter([cut])  # noqa: E731
-            if self._all_the_same(only) is not None:
-                return True
-        return False
 
     def _all_the_same(self, cuts: Way) -> Difference | None:
         """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""

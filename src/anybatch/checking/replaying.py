@@ -29,8 +29,7 @@ from anybatch.checking.rig import in_place_of
 from anybatch.checking.standins import argument
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
 from anybatch.interception import unobserved
-from anybatch.loss.losses import LossFunction, as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
@@ -49,12 +48,9 @@ _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
 _SAME_VALUE = 1e-5  # relative, below which two values of a loss are the same
 
-_ELEMENTWISE = {
-    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "clamp", "clamp_max", "clamp_min", "eq", "exp", "expm1", "ge", "gelu", "gt", "hardtanh", "huber_loss", "isfinite",
-    "le", "leaky_relu", "log", "log1p", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "lt",
-    "masked_fill", "maximum", "minimum", "mse_loss", "ne", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu",
-    "smooth_l1_loss", "softplus", "sqrt", "tanh", "where", "xlogy",
+_ELEMENTWISE = {  # beside what torch has a tag for
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "log_sigmoid_forward", "mse_loss",
+    "smooth_l1_loss",
 }  # fmt: skip
 _LINEAR = {"_to_copy", "add", "alias", "clone", "detach", "div", "lift_fresh", "mul", "neg", "rsub", "sub"}
 _ALONG = {
@@ -112,7 +108,8 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     first, dims = given[0], {one.dim() for one in given}
     if name in _LINEAR and (len(given) == 1 or (dims == {0} and name not in ("mul", "div"))):
         return True
-    if name in _LINEAR or name in _ELEMENTWISE:  # what all samples give together is a number, and not of a sample
+    if name in _LINEAR or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        # What all samples give together is a number, and not of a sample.
         return len(dims) == 1 and 0 not in dims and len({one.shape[0] for one in given}) == 1
     if name in _OF_LABELS or name == "multi_margin_loss":
         return True
@@ -236,13 +233,9 @@ class Replay:
         if others and len(calls) == len(self._parts):
             yield [self._parts[0], self._parts[others[0]]]
 
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(len(part.samples) for part in self._parts)
-
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""
-        sizes = self._sizes
+        sizes = tuple(len(part.samples) for part in self._parts)
         if len(self._given) != len(sizes) or len({len(given) for given in self._given}) != 1:
             return []
         given, self._given = self._given, []

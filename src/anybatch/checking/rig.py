@@ -3,71 +3,68 @@
 import contextlib
 import copy
 import functools
-import itertools
-import math
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.accelerators import has_cudnn
-from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.gradients import distance
-from anybatch.checking.isolation import Isolation
+from anybatch.checking.causes import in_one_line, reason
+from anybatch.checking.cuts import splits_of
+from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of
-from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
+from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
-from anybatch.errors import BatchError, CountError, LossError
+from anybatch.errors import CountError, LossError
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
-from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.losses import Evaluation, InPieces, LossFunction, Piece, Place, is_nothing, unless_nothing
 from anybatch.loss.sequence import OverTime
 from anybatch.loss.sums import values_of
 from anybatch.loss.weights import fetched
+from anybatch.memory.meter import OverBudget
+from anybatch.records.certificates import Reason
 from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import Effect, SideEffects, same
+from anybatch.tensors.sideeffects import INTERNALS, Effect, SideEffects, same
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Progress, Task, run_pass
+from anybatch.update.transaction import is_out_of_memory
+
+T = TypeVar("T")
 
 
-class _OutsideLeaves(Exception):
-    """A loss depends on leaves that no module holds."""
+def is_flag(buffer: torch.Tensor) -> bool:
+    """Whether a buffer says no more than yes or no."""
+    return buffer.dtype in (torch.bool, torch.uint8) and buffer.numel() == 1
 
 
-@dataclass
-class Outcome:
-    """What a run gave."""
-
-    losses: dict[str, float]  # the values by name
-    counts: dict[str, float]  # what ``Mean`` s were over, by name
-    gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
-
-    @property
-    def norm(self) -> float:
-        """The norm of the whole gradient."""
-        return distance(self.gradients)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether losses and gradient are finite."""
-        return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+def muted(hooks: Any, undo: ExitStack) -> None:
+    """Empties a dictionary of hooks until a stack is closed."""
+    if hooks:
+        undo.callback(hooks.update, dict(hooks))
+        hooks.clear()
 
 
 class Rig:
     """Runs a task in isolation, in one precision and with random numbers that do not depend on the split.
+
+    The modules themselves run, on copies of their tensors, rather than a deep copy of the modules: not every model can
+    be copied, hooks on parameters would be lost, and a loss that reaches the model by another way than its first
+    argument would use another model. Afterwards all is bitwise as it was: weights, gradients, buffers, modes,
+    attributes. Hooks that run an optimizer within the backward are taken off for the while.
 
     Args:
         dtype: the precision, ``None`` for the model's own.
@@ -91,9 +88,11 @@ class Rig:
             StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
         )
         self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
-        self.isolation = Isolation(self.roots.values(), dtype)
+        # the buffers: their full names, their homes and keys there, and the values that they began with
+        self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
+        self._with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
-        self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
 
     @property
@@ -112,14 +111,14 @@ class Rig:
         stack.callback(self.effects.restore)
         if isinstance(self.task.loss_fn, OverTime):
             stack.callback(setattr, self.task.loss_fn, "carried", self.task.loss_fn.carried)
-        self.isolation.begin(stack)
+        self._isolate(stack)
         stack.enter_context(self.visits.attached())
         only = self.task.settings.inputs
         for name, parameter in parameters_of(self.roots).items():
             if parameter.requires_grad and (only is None or any(parameter is one for one in only)):
                 self._add(name, parameter)
         for position, leaf in enumerate(only or ()):
-            self.isolation.add(leaf)
+            self._copy_values(leaf)
             self._add(f"inputs[{position}]", leaf)
         self._prepare_for_cudnn()
         if only is not None:
@@ -133,25 +132,75 @@ class Rig:
                 raise
         return self._whole(trained)
 
+    def _isolate(self, undo: ExitStack) -> None:
+        self._undo = undo
+        modules: dict[int, tuple[str, torch.nn.Module]] = {}
+        for name, module in self.modules.items():
+            modules.setdefault(id(module), (name, module))  # the model's own name counts
+        for value in [one for _, module in modules.values() for key, one in vars(module).items() if key in INTERNALS]:
+            if isinstance(value, (dict, set)):
+                undo.callback(value.update, value.copy())
+                undo.callback(value.clear)  # which comes before
+        for name, module in modules.values():
+            is_script = isinstance(module, torch.jit.ScriptModule)  # which holds its buffers elsewhere
+            for key, buffer in list(module._buffers.items()):
+                if buffer is not None and not buffer.is_meta:
+                    self._copy_values(buffer)
+                    if not is_script:
+                        values = buffer.detach().clone()
+                        self.buffer_values.append((f"{name}.{key}".strip("."), module._buffers, key, buffer, values))
+            for parameter in module._parameters.values():  # parameters() may be another method of the user's
+                if parameter is not None:
+                    self._copy_values(parameter)
+
+    def _copy_values(self, tensor: torch.Tensor) -> None:
+        """Gives a leaf or a buffer a copy of its values, if it has none yet."""
+        if id(tensor) in self._isolated or tensor.is_meta or tensor.is_inference():  # which nothing can write to
+            return
+        self._isolated.add(id(tensor))
+        values, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
+
+        def put_back() -> None:
+            tensor.grad = None
+            tensor.data = values
+            tensor.grad = gradient
+
+        self._undo.callback(put_back)
+        if tensor._post_accumulate_grad_hooks:
+            self._with_optimizer_hooks.add(id(tensor))
+            muted(tensor._post_accumulate_grad_hooks, self._undo)
+        tensor.data = in_precision(values.detach().clone(), self.dtype)
+
+    def _restore_buffers(self) -> None:
+        """Puts the values that the buffers had at the start into them."""
+        with torch.no_grad():
+            for _, home, key, buffer, value in self.buffer_values:
+                home[key] = buffer
+                if not torch.equal(buffer, value):  # a graph that is kept may have saved it
+                    if buffer.shape != value.shape:  # an observer makes room in its first forward
+                        buffer.resize_(value.shape)
+                    buffer.copy_(value)
+
     def _whole(self, trained: Collection[int] = ()) -> Outcome:
         """What the whole batch gives, once all leaves are known.
 
         Args:
             trained: the ``id`` s of parameters that the loss trains itself, whose gradients are its own.
         """
-        self._trained = trained
+        outside = OutsideLeaves(self.parameters)
         named = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) not in trained]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        inside = len(self.parameters)
-        loss_fn, is_found = self._looking_for_leaves(), False
-        while not is_found:
-            try:
-                whole = self.run(loss_fn=loss_fn)
-                is_found = True
-            except _OutsideLeaves as found:
-                for leaf in found.args:
-                    self.isolation.add(leaf)
-                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+        inside, loss_fn = len(self.parameters), _with_each(self.task.loss_fn, lambda _, loss: loss)  # not in pieces
+        try:
+            whole = self.run(loss_fn=loss_fn, outside=outside)
+        finally:
+            for leaf, gradient in outside.found:
+                leaf.grad = gradient
+        if found := [leaf for leaf, _ in outside.found if id(leaf) not in trained]:
+            for leaf in found:
+                self._copy_values(leaf)
+                self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+            whole = self.run(loss_fn=loss_fn)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
         kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
         self.parameters = [self.parameters[i] for i in kept]
@@ -159,20 +208,6 @@ class Rig:
         whole.gradients = [whole.gradients[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
-
-    def _looking_for_leaves(self) -> LossFunction:
-        """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
-        stopped: set[str] = set()
-
-        def look(name: str, loss: Any) -> Any:
-            known = {id(parameter) for parameter in self.parameters} | {*self._trained}
-            behind = leaves_of(loss.total if isinstance(loss, Mean) else loss)
-            if (found := [leaf for leaf in behind if id(leaf) not in known]) and name not in stopped:
-                stopped.add(name)
-                raise _OutsideLeaves(*found)
-            return loss
-
-        return _with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk."""
@@ -194,13 +229,8 @@ class Rig:
 
     def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
         """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
-        if self.stand_ins is None:
-            return False
-        with self.stand_ins.drawing() as of_whole:
-            self.run()
-        with self.stand_ins.drawing() as of_parts:
-            self.run(parts, fresh=False, carries=carries)
-        return repeats(of_whole, of_parts)
+        again = functools.partial(self.run, parts, fresh=False, carries=carries)
+        return self.stand_ins is not None and self.stand_ins.repeated(self.run, again) is not None
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -218,7 +248,7 @@ class Rig:
 
     def hooked_by_optimizers(self) -> list[str]:
         """The parameters with hooks that run after a gradient was accumulated; they are off during the check."""
-        own, hooked = zip(self.names, self.parameters, strict=True), self.isolation.with_optimizer_hooks
+        own, hooked = zip(self.names, self.parameters, strict=True), self._with_optimizer_hooks
         return [name for name, parameter in own if id(parameter) in hooked]
 
     def splits(self, splittable: Splittable | None = None) -> list[list[Part]]:
@@ -232,6 +262,7 @@ class Rig:
         splittable: Splittable | None = None,
         fresh: bool = True,
         carries: Collection[Effect] = (),
+        outside: OutsideLeaves | None = None,
         **changes: Any,
     ) -> Outcome:
         """The gradient of the batch, as a step would compute it.
@@ -241,12 +272,13 @@ class Rig:
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
             carries: what goes over all the same, of what a run changes in Python.
+            outside: collects leaves that are not known yet.
             **changes: of the task, such as another ``loss_fn``, ``count`` or ``batch_norm``.
         """
         splittable = copies_of(splittable or self.splittable, self.dtype)
         parts = splittable.plan(None) if parts is None else parts
         turns = Turns(self.stand_ins, splittable.rows, [part.samples for part in parts])
-        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
+        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes}, outside)
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
         """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
@@ -255,7 +287,9 @@ class Rig:
             parts: the split.
             name: the only loss that counts, if there are several.
         """
-        loss_fn = only(self.task.loss_fn, name) if name else self.task.loss_fn
+        loss_fn = self.task.loss_fn
+        if name:  # the others are multiplied by zero
+            loss_fn = _multiplied(loss_fn, lambda one: float(one == name))
         if not isinstance(loss_fn, (Coupled, InPieces)):
             loss_fn = _filled(loss_fn)
         # At once: they are made before one is written to.
@@ -272,7 +306,7 @@ class Rig:
 
     def _run(
         self, splittable: Splittable, parts: Sequence[Part], turns: Turns, fresh: bool, carries: Collection[Effect],
-        changes: Mapping[str, Any],
+        changes: Mapping[str, Any], outside: OutsideLeaves | None = None,
     ) -> Outcome:  # fmt: skip
         def begin() -> None:
             """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
@@ -280,7 +314,7 @@ class Rig:
             turns.begin()
             self.visits.restart()
             if fresh or turn == 0:
-                self.isolation.restore_buffers()
+                self._restore_buffers()
                 self._random.restore()
             with without_modes():  # which would take a copy for one of the loss's operations
                 goes_on = turn > 0 and self.stand_ins is not None and self.stand_ins.drawn is not None
@@ -297,10 +331,10 @@ class Rig:
             self.task.loss_fn.carried = None
         for parameter in self.parameters:
             parameter.grad = None
-        self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
+        self._restore_buffers()  # at which the power iterations of spectral norms begin
         self._random.restore()  # from which the seed of masks is drawn
         with self.stand_ins or contextlib.nullcontext():
-            weights, sums = run_pass(task, parts, self.parameters, Progress())
+            weights, sums = run_pass(task, parts, self.parameters, Progress(), outside=outside)
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
@@ -324,16 +358,69 @@ class Rig:
             )
 
 
+@dataclass
+class Case:
+    """What is compared with what, for everybody who looks for a cause."""
+
+    rig: Rig  # opened
+    whole: Outcome  # what the whole batch gave
+    splits: list[list[Part]]  # that are compared with it
+    tolerance: float  # up to which relative error gradients are the same
+    notes: list[Reason] = field(default_factory=list)  # of what else there is to know
+
+    def compared(
+        self, *, whole: Outcome | None = None, splits: Sequence[Sequence[Part]] | None = None, **options: Any
+    ) -> Comparison:
+        """Runs splits, and compares them with the whole, or another one; the options are those of ``Rig.run``."""
+        splits = self.splits if splits is None else splits
+        return Comparison(whole or self.whole, [(parts, self.attempt(parts, **options)) for parts in splits])
+
+    def is_exact(self, **options: Any) -> bool:
+        """Whether splits give the whole's gradient, see ``compared``."""
+        return self.compared(**options).error <= self.tolerance
+
+    def attempt(self, parts: Sequence[Part] | None = None, **options: Any) -> Outcome | Exception:
+        """Runs a split, or the whole batch at once; a failure where the whole batch ran is an answer too."""
+        try:
+            return self.rig.run(parts, **options)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, OverBudget):
+                raise
+            return error.with_traceback(None)
+
+    def beginning(self, begin: Callable[[], None]) -> LossFunction:
+        """The loss, of which each micro-batch begins with something."""
+        return announced(self.rig.task.loss_fn, begin)
+
+    def searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
+        """Looks for one cause; a search that fails is noted, and the others go on."""
+        try:
+            return search()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.notes.append(
+                reason("not examined", "check", {"error": type(error).__name__}, what=what, text=in_one_line(error))
+            )
+            return otherwise
+
+    def forgive_cancellation(self, comparison: Comparison) -> None:
+        """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing."""
+        errors = []
+        for parts, outcome in comparison.each:
+            if not isinstance(outcome, Outcome):
+                return
+            norm = sum(part.norm for part in self.rig.parts(parts)) / len(parts)
+            errors.append(outcome.error(comparison.whole, norm))
+        if max(errors) <= self.tolerance:
+            comparison.error = max(errors)
+
+
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
     dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-
-
-def only(loss_fn: LossFunction, wanted: str) -> LossFunction:
-    """A loss function that gives one of several losses; the others are multiplied by zero."""
-    return _multiplied(loss_fn, lambda name: 1.0 if name == wanted else 0.0)
 
 
 def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
@@ -405,44 +492,6 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
         return in_precision(leaf.detach().clone(), dtype).requires_grad_(leaf.requires_grad)
 
     return map_leaves(copy_of, batch)
-
-
-def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[list[Part]]:
-    """Two different splits of a batch, the first as a step would make it; one if there is only one.
-
-    The second has three parts of different sizes, so that what depends on the sizes or the number of parts shows.
-
-    Args:
-        micro_batch_size: of the first split, a cost where raw samples have one; ``None`` for halves.
-
-    Example:
-        >>> batch = Splittable([torch.zeros(8, 1)])
-        >>> [[part.cost for part in parts] for parts in splits_of(batch, None)]
-        [[4, 4], [2, 2, 4]]
-    """
-    rows = splittable.rows
-    if splittable.has_costs:
-        limits = [splittable.largest / 2, splittable.largest / 3, splittable.largest / rows]
-        found = [splittable.plan(limit, "alone") for limit in [micro_batch_size or limits[0], *limits]]
-    else:
-        least, size = 2 if rows >= 6 else 1, None if micro_batch_size is None else int(micro_batch_size)
-        first, second = max(least, rows // 6), max(least, rows // 3)
-        sizes = [sizes_of(rows, size), sizes_of(rows, (rows + 1) // 2), [first, second, rows - first - second]]
-        found = [parts_of_sizes(one) for one in [*sizes, [first, rows - first]] if min(one) > 0]
-    candidates: list[list[Part]] = []
-    for parts in found:
-        if len(parts) > 1 and all([p.samples for p in parts] != [p.samples for p in one] for one in candidates):
-            candidates.append(parts)
-    if not candidates:
-        raise BatchError(f"got a batch of {rows} samples; expected at least two, to split it")
-    other = next((parts for parts in candidates[1:] if len(parts) != len(candidates[0])), None)
-    return [candidates[0], *([other] if other else candidates[1:2])]
-
-
-def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
-    """Consecutive parts of some sizes."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]
 
 
 def announced(

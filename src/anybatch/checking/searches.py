@@ -15,12 +15,10 @@ from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
 from anybatch.checking.averages import Averages
 from anybatch.checking.causes import more, reason
-from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.cuts import placed_one_by_one
-from anybatch.checking.gradients import distance, relative
-from anybatch.checking.isolation import muted
+from anybatch.checking.gradients import Comparison, Outcome, distance
 from anybatch.checking.reach import optimized_by, parameters_of
-from anybatch.checking.rig import Outcome, scaled
+from anybatch.checking.rig import Case, muted, scaled
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
@@ -97,16 +95,15 @@ def _in_chunks(case: Case, _: Comparison) -> list[Reason]:
     loss, whole = case.rig.task.loss_fn, case.whole
     if not isinstance(loss, OverTime) or case.compared(whole=(found := case.rig.run())).error > case.tolerance:
         return []
-    off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
-    evidence = {"error": case.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
-    return [reason("time", "chunk_loss", evidence)]
+    off = {"error": found.error(whole), "loss_error": found.value_error(whole)}
+    return [reason("time", "chunk_loss", {**off, "length": loss.chunk, "other": "all"})]
 
 
 def _moving(case: Case, _: Comparison) -> list[Reason]:
     """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
     is_cut = isinstance(case.rig.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
-    first = case.rig.run().gradients if is_cut else case.whole.gradients
-    errors = [relative(distance(case.rig.run().gradients, first), case.whole.norm) for _ in range(2)]
+    first = case.rig.run() if is_cut else case.whole
+    errors = [case.rig.run().error(first) for _ in range(2)]
     differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
     if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
         return [reason("not held")]
@@ -151,11 +148,11 @@ def _backward(case: Case, _: Comparison) -> list[Reason]:
     """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
     rig = case.rig
     half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
-    doubled = [None if gradient is None else 2 * gradient for gradient in half.gradients]
-    error = case.error_of(doubled)
+    half.gradients = [None if gradient is None else 2 * gradient for gradient in half.gradients]
+    error = half.error(case.whole)
     if error <= case.tolerance:
         return []
-    pairs = zip(rig.names, doubled, case.whole.gradients, strict=True)
+    pairs = zip(rig.names, half.gradients, case.whole.gradients, strict=True)
     wrong = [name for name, one, other in pairs if distance([one], [other]) > case.tolerance * distance([other])]
     module = wrong[-1].rpartition(".")[0] if wrong else ""
     shown = f"the result of `{module}`" if module else f"parameter `{wrong[-1]}`" if wrong else "the model"
@@ -311,7 +308,7 @@ def _is_whole(case: Case, splittable: Splittable) -> bool:
         alone = next(case.rig.parts(case.splits[0]))
     finally:
         case.rig.task = task
-    return case.error_of(alone.gradients) <= case.tolerance
+    return alone.error(case.whole) <= case.tolerance
 
 
 def joined(splittable: Splittable) -> Splittable | None:

@@ -5,13 +5,12 @@ there. And a split draws other random numbers than the whole batch, so that noth
 with where operations are dispatched, below autograd.
 """
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +19,7 @@ from anybatch.tensors.dispatch import Mode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.randomness import generator_state
 
+T = TypeVar("T")
 Wider = Mapping[torch.dtype, torch.dtype]
 DOUBLE: Wider = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
@@ -208,15 +208,21 @@ class StandIns(Mode):
             self.drawn[-1].append(Drawn(before, tuple(first.shape)))
         return result
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[list[list[Drawn]]]:
-        """Numbers are really drawn in the block; gives the draws of each forward that begins there."""
-        found: list[list[Drawn]] = []
-        self.drawn = found
+    def repeated(self, *runs: Callable[[], T]) -> list[T] | None:
+        """Runs the whole batch and its parts with numbers that are really drawn; gives what the runs gave.
+
+        That is ``None`` where no two micro-batches draw the very same ones.
+        """
+        found: list[T] = []
+        drawn: list[list[list[Drawn]]] = []
         try:
-            yield found
+            for run in runs:
+                self.drawn = []
+                drawn.append(self.drawn)
+                found.append(run())
         finally:
             self.drawn = None
+        return found if repeats(*drawn) else None
 
 
 def repeats(whole: Sequence[Sequence[Drawn]], parts: Sequence[Sequence[Drawn]]) -> bool:

@@ -9,10 +9,8 @@ from itertools import product
 import torch
 
 from anybatch.checking.causes import how_far, listed, reason
-from anybatch.checking.comparison import Case
-from anybatch.checking.gradients import distance, relative
-from anybatch.checking.isolation import is_flag
-from anybatch.checking.rig import Outcome, Rig
+from anybatch.checking.gradients import Outcome
+from anybatch.checking.rig import Case, Rig, is_flag
 from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.sideeffects import Effect
@@ -68,7 +66,7 @@ class State:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""
         outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
         if isinstance(outcome, Outcome):
-            error = relative(distance(outcome.gradients, alone.gradients), max(alone.norm, self._case.whole.norm))
+            error = outcome.error(alone, self._case.whole.norm)
         self.error = max(self.error, error)
         return error > self._case.tolerance
 
@@ -106,7 +104,7 @@ class State:
             setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
         for begin in setters:
             outcome = case.attempt(loss_fn=case.beginning(begin))  # fails as for an index that is out of range
-            if isinstance(outcome, Outcome) and case.error_of(outcome.gradients, outcome.norm) > case.tolerance:
+            if isinstance(outcome, Outcome) and outcome.error(case.whole, outcome.norm) > case.tolerance:
                 return True
         return False
 
@@ -152,14 +150,12 @@ class Buffers:
 
     def __init__(self, rig: Rig) -> None:
         own = {id(one) for module in rig.modules.values() for one in power_iteration(module)}
-        # by the home, since one that was deleted is in no list; the model's own name counts
-        names = {id(module._buffers): name for name, module in reversed(rig.modules.items())}
         self.changed: list[str] = []
         # of those, what can be moved on: with values before and after
         self._moved: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._flags: list[tuple[str, torch.Tensor]] = []
-        for home, inner, buffer, before in rig.isolation.buffer_values:
-            name, now = f"{names.get(id(home), '')}.{inner}".strip("."), home.get(inner)
+        for name, home, key, buffer, before in rig.buffer_values:
+            now = home.get(key)
             if id(buffer) in own:
                 continue
             if now is None:  # set to None or deleted, and not there for the next micro-batch
@@ -197,7 +193,7 @@ class Buffers:
         for parts in case.splits:
             split = case.attempt(parts, fresh=False, loss_fn=self._from(case, ahead, turned))
             if isinstance(split, Outcome):
-                error = relative(distance(split.gradients, whole.gradients), max(whole.norm, case.whole.norm))
+                error = split.error(whole, case.whole.norm)
                 if error > case.tolerance:
                     return error
         return 0.0

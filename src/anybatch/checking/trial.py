@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,16 +16,14 @@ from torch.overrides import TorchFunctionMode
 from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
-from anybatch.checking.isolation import is_flag
 from anybatch.checking.proving import Split
 from anybatch.checking.reach import OwnOptimizers, parameters_of
 from anybatch.checking.reach import modules_of as reached_modules
-from anybatch.checking.rig import announced, scaled
+from anybatch.checking.rig import announced, is_flag, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider, repeats
+from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
-from anybatch.loss.losses import LossFunction, as_coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
 from anybatch.loss.weights import FORWARD
@@ -197,12 +196,9 @@ class Trial:
         task = self._task
         if self._is_shared or numbers is None or task.count == FORWARD or as_coupled(task.loss_fn) is not None:
             return None  # or what counts by a forward draws its numbers again
-        with numbers.drawing() as of_whole:
-            whole = self.run(cut, cut.whole, numbers)
-        with numbers.drawing() as of_parts:
-            split = self.run(cut, cut.parts, numbers)
+        ran = numbers.repeated(*(partial(self.run, cut, parts, numbers) for parts in (cut.whole, cut.parts)))
         operations = [draw.operation for draw in numbers.draws]
-        return (self._compared(cut, whole, split).error, operations) if repeats(of_whole, of_parts) else None
+        return None if ran is None else (self._compared(cut, *ran).error, operations)
 
     def _compared(
         self, cut: Cut, whole: Ran, other: Ran, *, draws: bool = False, in_single: bool = False
@@ -218,7 +214,7 @@ class Trial:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
         alone = cut.alone(cut.parts[0])
         whole, part = self.run(cut, cut.whole), self.run(alone, alone.whole)
-        return self.judged(cut, self.parameters, self._compared(cut, whole, part).error, 0.0, draws=False).is_none
+        return replace(self._compared(cut, whole, part), value_error=0.0).is_none
 
     def moves(self, cut: Cut) -> bool:
         """Whether the very same samples give something else each time that they run, from the same random state.
@@ -227,7 +223,6 @@ class Trial:
         """
         one, other = (self.run(cut, cut.whole) for _ in range(2))
         found = self._compared(cut, one, other)
-        found = self.judged(cut, self.parameters, found.error, found.value_error, draws=False)
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
 
@@ -498,12 +493,12 @@ class Trial:
             task, settings=settings, splittable=cut.splittable, batch_norm=batch_norm, micro_batch_size=cut.sizes[0],
             devices=None, optimizations=None, on_loss=None,
         )  # fmt: skip
-        may_write = self._may_write
+        known = self._may_write, self.has_state
         try:
             with self.undisturbed(), self._reducer.apart(self._modules):
                 return examined(own)
         finally:
-            self._may_write = may_write  # of copies nobody can tell
+            self._may_write, self.has_state = known  # of copies nobody can tell
 
     def certificate(self, cut: Cut, loss_fn: LossFunction | None = None) -> Certificate:
         """The certificate of the samples of a cut, in float64, with the loss of the task or another one."""

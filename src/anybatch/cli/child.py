@@ -186,7 +186,7 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
 def _or_whole(call: interception.Call, question: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """A plan; of the whole batch where the step refuses its micro-batches, unless the loss is made in pieces."""
-    from anybatch.loss.pieces import InPieces
+    from anybatch.loss.losses import InPieces
 
     if not facts.get("refusal") or isinstance(call.loss_fn, InPieces):
         return facts

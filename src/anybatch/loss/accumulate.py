@@ -18,15 +18,17 @@ from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.losses import (
     SINGLE,
     Evaluation,
+    InPieces,
     LossFunction,
+    Piece,
+    Place,
     checked_loss,
     is_nothing,
     note_the_arguments,
     unless_nothing,
 )
-from anybatch.loss.pieces import InPieces, Piece, Place, added_metrics
 from anybatch.loss.reducing import ALONE, Reducer
-from anybatch.loss.sums import Sums
+from anybatch.loss.sums import Sums, added_metrics
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
@@ -407,6 +409,7 @@ def count_in_forward(
     """
     raw: list[Any] = []
     places: list[tuple[int, str]] = []
+    rows: list[dict[str, float]] = [dict(part) for part in parts.parts]
     with torch.no_grad():
         numbers = itertools.count()  # enumerate would keep a batch while the next one is made
         for batch in micro_batches:
@@ -416,12 +419,8 @@ def count_in_forward(
                     raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
                     places.append((index, name))
             del batch
-    found: dict[tuple[int, str], float] = {}
-    for place, number in zip(places, fetched(raw), strict=True):
-        found[place] = found.get(place, 0) + number
-    rows: list[dict[str, float]] = [dict(part) for part in parts.parts]
-    for (index, name), number in found.items():
-        rows[index][name] = number
+    for (index, name), number in zip(places, fetched(raw), strict=True):
+        rows[index][name] = rows[index].get(name, 0) + number
     names = {name for row in rows for name in row}
     return Weights([{name: row.get(name, 0) for name in names} for row in rows])
 

@@ -7,19 +7,25 @@ A loss function ``loss_fn(model, batch)`` returns one of
 - a mapping of names to either;
 - a generator that yields losses or ``(name, loss)`` one by one, and may return metrics;
 - any of the first three in a pair ``(loss, metrics)``.
+
+One in pieces, such as ``OverTime``, also gives its losses piece by piece, each differentiated before the next.
 """
 
 import inspect
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from anybatch.batch.counting import count_samples
 from anybatch.errors import LossError
+from anybatch.loss.weights import Count
 from anybatch.records.means import Mean
 
 if TYPE_CHECKING:
@@ -43,6 +49,45 @@ def as_coupled(loss_fn: Any) -> "Coupled | None":
 def as_over_time(loss_fn: Any) -> "OverTime | None":
     """The loss function if it is an ``OverTime``, else ``None``; does not import its modules."""
     return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a micro-batch in its batch, and options of the pass."""
+
+    start: int  # its first row in the batch
+    rows: int  # of the micro-batch
+    rows_of_batch: int
+    count: Count = count_samples
+    differentiate: bool = True  # whether gradients are computed, or only the values
+    length: int | None = None  # of a chunk of time, if a plan has chosen one
+
+
+class Piece(NamedTuple):
+    """A part of the losses of a micro-batch."""
+
+    result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
+    share: Callable[[str], float]  # the fraction of the micro-batch that a plain loss is the mean over, by name
+    # tensors with given gradients, differentiated in the same backward as the losses
+    roots: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    metrics: Mapping[str, Any] | None = None  # ``Mean`` s by name, summed over the pieces
+
+
+def whole(_: str) -> float:
+    """The share of a loss over a whole micro-batch: 1."""
+    return 1.0
+
+
+class InPieces(ABC):
+    """A loss function that can also yield its losses in pieces."""
+
+    @abstractmethod
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Returns the losses at once, as any loss function does."""
+
+    @abstractmethod
+    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
+        """Yields the pieces; each is differentiated before the next is requested."""
 
 
 class Evaluation:
@@ -232,6 +277,20 @@ def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> Non
         )
     if not loss.is_floating_point():
         raise LossError(f"the {which} has dtype {loss.dtype}; expected a floating-point tensor", name=name)
+
+
+def check_callable(owner: str, name: str, function: Any, *arguments: str) -> None:
+    """Refuses a function that can't be called with some arguments, before anything is computed."""
+    call = f"{name}({', '.join(arguments)})"
+    if not callable(function):
+        raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        inspect.signature(target).bind(*arguments)
+    except TypeError as error:
+        raise LossError(f"{owner}({name}=) can't be called as {call}: {error}") from None
+    except ValueError:
+        return  # a builtin without a signature
 
 
 def check_loss_fn(loss_fn: Any) -> None:

@@ -18,13 +18,13 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.cutting import cut, declare_nothing_to_do, in_place_explained, standing
-from anybatch.loss.losses import SINGLE, Evaluation
-from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, whole
+from anybatch.loss.losses import SINGLE, Evaluation, InPieces, Piece, Place, check_callable, whole
 from anybatch.loss.states import (
     Called,
     Carried,
     ChunkCall,
     RowDims,
+    Steps,
     checked_state,
     detached,
     is_near,
@@ -35,7 +35,6 @@ from anybatch.loss.states import (
     reordered,
     standing_in,
 )
-from anybatch.loss.timesteps import Steps
 from anybatch.memory.meter import Recording
 from anybatch.records.means import Mean
 from anybatch.tensors.dropouts import masks_set_aside
@@ -189,10 +188,6 @@ class OverTime(InPieces):
             yield from sequences.at_once(length or min(sequences.steps.total, _WITHOUT_GRAPH))
             return
         yield from sequences.back(length or sequences.affordable_length(), exact=self.mode == "exact")
-
-    def is_cut(self, batch: Any) -> bool:
-        """Whether the sequences of a batch may go through in more than one chunk."""
-        return self.chunk is None or self.chunk < Steps(batch, self.dim, self.broadcast).total
 
     def cut_of(self, batch: Any, chosen: int | None) -> tuple[int, float] | None:
         """The steps in a chunk and in a batch, infinite if not known; ``None`` where all steps are in one chunk.

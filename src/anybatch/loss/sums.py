@@ -88,6 +88,21 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
     return joined
 
 
+def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums the metrics of the pieces of a micro-batch."""
+    added: dict[str, Any] = {}
+    for metrics in found:
+        for name, value in checked_metrics(metrics, None, None).items():
+            if not isinstance(value, Mean):
+                raise LossError(
+                    f"the metric {name!r} of a piece is a {type(value).__name__}; expected a Mean, which can be added "
+                    "up",
+                    name=name,
+                )
+            added[name] = added[name] + value if name in added else value
+    return added
+
+
 class Term(NamedTuple):
     """The contribution of one micro-batch to the value of a loss: ``value * factor / divisor``."""
 

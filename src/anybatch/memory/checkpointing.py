@@ -5,8 +5,10 @@ Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost".
 from before, Python's and NumPy's random state is replayed, too, and a block that can't run twice is refused by name.
 """
 
+import operator
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,17 +16,27 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from anybatch.accelerators import has_cudnn
+from anybatch.accelerators import attention_kernels, has_cudnn, set_attention_kernels
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.contents import Contents
 from anybatch.memory.places import Handle, places_of
-from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
+from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.shards import is_sharded
 
 SMALL = 64 * 1024
 """Bytes up to which a copy of a buffer is kept whether or not the buffer is seen to change."""
+
+_DEPTH = 5  # of objects within an object
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_HELD: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    # for each kind how its items are noted, taken out, and put back
+    list: (list, list.clear, list.extend),
+    set: (set, set.clear, set.update),
+    deque: (list, deque.clear, deque.extend),
+    OrderedDict: (lambda held: [*OrderedDict.items(held)], OrderedDict.clear, OrderedDict.update),
+    dict: (lambda held: [*dict.items(held)], dict.clear, dict.update),
+}
 
 
 class NotRecomputable(AnyBatchError, RuntimeError):
@@ -316,6 +328,134 @@ class State:
         now = _seen(self._what._parameters)
         if now.keys() != self._parameters.keys() or not all(_is_as(now[p], self._parameters[p]) for p in now):
             raise self._what.changed(f"a parameter was changed {when}")
+
+
+class Autocast:
+    """The state of autocast, as it is now."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._states = {kind: _autocast(kind) for kind in kinds}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs its block in this state."""
+        with ExitStack() as stack:
+            for kind, state in self._states.items():
+                if state != _autocast(kind):
+                    enabled, dtype, cache = state
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+class Surroundings:
+    """The random state, autocast, kernels of attention and default device that a forward began with."""
+
+    __slots__ = ("_attention", "_autocast", "_device", "_devices", "_random")
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [*devices]
+        self._random: RandomState | None = RandomState(self._devices)
+        self._autocast = Autocast({"cpu", *(device.type for device in self._devices if device.type != "meta")})
+        self._attention = attention_kernels()
+        self._device = default_device()
+
+    def end_forward(self) -> None:
+        """Drops what the forward turned out not to need: what drew nothing has nothing to draw again."""
+        if self._random is not None and self._random.is_now():
+            self._random = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs its block in these surroundings; afterwards they are as before."""
+        with ExitStack() as stack:
+            self._enter(stack)
+            if self._random is not None:
+                stack.callback(RandomState(self._devices).restore)
+                self._random.restore()
+            yield
+
+    def _enter(self, stack: ExitStack) -> None:
+        stack.enter_context(self._autocast.again())
+        if self._attention != (now := attention_kernels()):
+            set_attention_kernels(self._attention)
+            stack.callback(set_attention_kernels, now)
+        if self._device != default_device():
+            stack.enter_context(self._device)
+
+
+def default_device() -> torch.device:
+    """Where tensors are made that no device was named for, also in torch 2.6 after ``set_default_device(None)``."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # it looks for the device of None
+        return torch.device("cpu")
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+class Contents:
+    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied.
+
+    Args:
+        values: objects that may be changed by what they are given to, such as a cache of keys and values.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._noted: list[tuple[Any, Any, type]] = []
+        seen = set[int]()
+        waiting = [(value, _DEPTH) for value in values]
+        while waiting:
+            value, depth = waiting.pop()
+            if type(value) in _PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if type(value) is tuple:
+                waiting += [(one, depth - 1) for one in value if depth]
+                continue
+            for held, kind in _holders_of(value):
+                items = _HELD[kind][0](held)
+                self._noted.append((held, items, kind))
+                inner = [one for _, one in items] if issubclass(kind, dict) else items
+                waiting += [(one, depth - 1) for one in inner if depth]
+
+    @contextmanager
+    def as_noted(self) -> Iterator[None]:
+        """Has the objects hold within a block what they held when this was made."""
+        now = [(held, _HELD[kind][0](held), kind) for held, _, kind in self._noted]
+        _put(self._noted, now)
+        try:
+            yield
+        finally:
+            _put(now, [(held, _HELD[kind][0](held), kind) for held, _, kind in self._noted])
+
+
+def _holders_of(value: Any) -> Iterator[tuple[Any, type]]:
+    """What of an object holds others: itself, and its attributes."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value):
+        return
+    kind = next((kind for kind in _HELD if isinstance(value, kind)), None)
+    if kind is not None:
+        yield value, OrderedDict if isinstance(value, OrderedDict) else kind
+    own = getattr(value, "__dict__", None)
+    if type(own) is dict and type(value).__module__.partition(".")[0] not in ("torch", "numpy"):
+        yield own, dict
+
+
+def _put(wanted: Sequence[tuple[Any, Any, type]], present: Sequence[tuple[Any, Any, type]]) -> None:
+    for (held, items, kind), (_, now, _) in zip(wanted, present, strict=True):
+        flat, other = (_flat(one, kind) for one in (items, now))
+        if len(flat) != len(other) or not all(map(operator.is_, flat, other)):
+            _, clear, fill = _HELD[kind]
+            clear(held)
+            fill(held, items)
+
+
+def _flat(items: Any, kind: type) -> list[Any]:
+    return [one for pair in items for one in pair] if issubclass(kind, dict) else [*items]
 
 
 _last_run: list[tuple[str, str]] = []  # one at most: what was recomputed last

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from anybatch.errors import AnyBatchError
-from anybatch.memory.replay import Autocast
+from anybatch.memory.checkpointing import Autocast
 
 _LOW = (torch.bfloat16, torch.float16)
 Gradients = list[torch.Tensor | None]

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, BatchError
+from anybatch.memory.checkpointing import Autocast
 from anybatch.memory.chunks import CrossEntropy, refuse_second_derivative
 from anybatch.memory.offloading import is_plain
 from anybatch.memory.places import Handle, Layered, places_of
-from anybatch.memory.replay import Autocast
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import in_backward, is_transformed
 

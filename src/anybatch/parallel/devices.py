@@ -17,7 +17,7 @@ from anybatch.accelerators import capacity_of, is_accelerator, name_of, usual
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.spectral import power_iteration
 

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.batch.trees import flat, like, map_leaves
 from anybatch.errors import LossError
-from anybatch.loss.outputs import twins
+from anybatch.loss.coupling import twins
 from anybatch.loss.reducing import Joint, Leaves, Stage
 from anybatch.parallel.messages import Messages
 

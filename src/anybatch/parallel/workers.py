@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.accelerators import current_stream, has_streams, running_in
-from anybatch.memory.replay import default_device
+from anybatch.memory.checkpointing import default_device
 from anybatch.torch_private import hooks_on_saved_tensors
 
 

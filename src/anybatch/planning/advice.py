@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from anybatch.errors import AnyBatchError, DoesNotFit
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces
 from anybatch.planning.curve import Peak
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.records.plans import ModuleShare, PlanRow

@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.loss.coupling import Coupled, CoupledPass
-from anybatch.loss.outputs import Outputs
+from anybatch.loss.coupling import Coupled, CoupledPass, Outputs
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.meter import Allocation, Recording

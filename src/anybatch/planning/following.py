@@ -12,7 +12,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.pieces import InPieces
+from anybatch.loss.losses import InPieces
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.offloading import HostPool

@@ -17,9 +17,9 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.batch.trees import leaves
-from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.losses import InPieces, Piece, Place
 from anybatch.loss.sequence import OverTime
-from anybatch.loss.timesteps import Steps
+from anybatch.loss.states import Steps
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.microbatches import micro_batch_of
 from anybatch.planning.predictor import TooLarge

@@ -11,9 +11,8 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.batch.moving import to_device
 from anybatch.loss.accumulate import Accumulation, Settings
-from anybatch.loss.coupling import Coupled
+from anybatch.loss.coupling import Coupled, tensors_of
 from anybatch.loss.losses import as_coupled
-from anybatch.loss.outputs import tensors_of
 from anybatch.loss.reducing import ALONE
 from anybatch.loss.weights import Weights
 from anybatch.memory.application import apply_optimizations

@@ -78,6 +78,8 @@ class LossCall(Placed):
     value: float | None = None  # the value of the loss; ``None`` if not read
     # the loss of the best constant prediction, estimated from the targets of all calls so far; ``None`` if unknown
     guess: float | None = None
+    # classes of which no target was so far, where all others are about as frequent as each other; else empty
+    absent: tuple[int, ...] = ()
     low: float | None = None  # the smallest entry of the predictions; ``None`` if not read
     high: float | None = None  # the largest entry
     # whether the predictions are probabilities: not negative with sum 1 over the classes, or for sigmoid losses all

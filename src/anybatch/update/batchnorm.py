@@ -118,9 +118,6 @@ def batch_norm_as(
     Returns:
         A context whose value is to be called at the beginning of each micro-batch.
     """
-    if not may_couple(modules_of(*models)):
-        yield _nothing
-        return
     is_frozen = policy == "frozen" and cause().verb is not None
     _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=is_frozen)
     if policy == "refuse":

@@ -58,7 +58,7 @@ class _Sentinel:
     def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], *, writes_unseen: bool) -> None:
         self._is_fused = bool(group.get("fused"))
         self._values: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
-        self._states: list[tuple[Any, bool, dict[str, tuple[Any, ...]]]] = []
+        self._states: list[tuple[Any, bool, tuple[list[Any], torch.Tensor | None]]] = []
         kernels: dict[tuple[torch.device, torch.dtype], list[Any]] = {}  # what one kernel updates together
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -104,20 +104,21 @@ class _Sentinel:
         return any(_differ(_fingerprint(state, keeps_values=keeps), before) for state, keeps, before in self._states)
 
 
-def _fingerprint(state: Any, *, keeps_values: bool) -> dict[str, tuple[Any, ...]]:
-    """What tells whether a state was written to: versions, and some values where these do not show it."""
+def _fingerprint(state: Any, *, keeps_values: bool) -> tuple[list[Any], torch.Tensor | None]:
+    """What tells whether a state was written to: versions, and some rows where these do not show it."""
     if not isinstance(state, Mapping):
-        return {"": (id(state),)}
-    traces: dict[str, tuple[Any, ...]] = {}
+        return [id(state)], None
+    plain, rows = list[Any](), None
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            traces[str(key)] = id(value), value._version, _first_rows(value) if keeps_values else None
+            plain.append((key, id(value), value._version))
+            rows = _first_rows(value) if keeps_values else rows
             keeps_values = False  # what comes first is changed first
         elif isinstance(value, (bool, int, float, str, type(None))):
-            traces[str(key)] = (value,)
+            plain.append((key, value))
         else:
-            traces[str(key)] = id(value), len(value) if hasattr(value, "__len__") else 0
-    return traces
+            plain.append((key, id(value), len(value) if hasattr(value, "__len__") else 0))
+    return plain, rows
 
 
 def _first_rows(value: torch.Tensor) -> torch.Tensor | None:
@@ -127,15 +128,8 @@ def _first_rows(value: torch.Tensor) -> torch.Tensor | None:
     return (part[:ROWS] if part.dim() else part).clone()
 
 
-def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    if found.keys() != before.keys():
-        return True
-    for key, trace in found.items():
-        *plain, last = trace
-        *plain_before, last_before = before[key]
-        if plain != plain_before or type(last) is not type(last_before):
-            return True
-        same = torch.equal(last, last_before) if isinstance(last, torch.Tensor) else last == last_before
-        if not same:
-            return True
-    return False
+def _differ(found: tuple[list[Any], torch.Tensor | None], before: tuple[list[Any], torch.Tensor | None]) -> bool:
+    (plain, rows), (plain_before, rows_before) = found, before
+    if plain != plain_before or rows is None or rows_before is None:
+        return plain != plain_before
+    return not torch.equal(rows, rows_before)

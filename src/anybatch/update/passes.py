@@ -18,8 +18,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved, to_device
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
-from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
-from anybatch.loss.pieces import InPieces, Place
+from anybatch.loss.losses import SINGLE, InPieces, LossFunction, Place, as_coupled, as_over_time
 from anybatch.loss.reducing import Joint, Reducer, Stage
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
@@ -40,7 +39,6 @@ from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
     from anybatch.loss.coupling import Coupled
-    from anybatch.loss.sequence import OverTime
     from anybatch.parallel.devices import Devices
 
 
@@ -322,8 +320,9 @@ def _counted(
         return weights, batches
     if reducer.is_shared:
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
-    if differentiate and task.batch_norm == "refuse" and (over_time := as_over_time(task.loss_fn)):
-        _refuse_to_cut_time(task, over_time)
+    if differentiate and task.batch_norm == "refuse" and as_over_time(task.loss_fn) and task.cut_of_time is not None:
+        # BatchNorm in a chunk of time would see the steps of that chunk only.
+        refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
         with reducer.apart(task.modules), task.optimized(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
@@ -333,7 +332,7 @@ def _counted(
 
 def _can_pad(task: Task) -> bool:
     """Whether micro-batches that count nothing may be run, of which nothing stays."""
-    is_made_of_pieces = isinstance(task.loss_fn, InPieces) or as_coupled(task.loss_fn) or as_over_time(task.loss_fn)
+    is_made_of_pieces = isinstance(task.loss_fn, InPieces) or as_coupled(task.loss_fn)
     is_plain = not is_made_of_pieces and task.count != FORWARD and task.settings.dropout == "native"
     return is_plain and not coupling_modules(*task.modules)
 
@@ -488,15 +487,6 @@ def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Plac
         seen[part.batch] += count
         places.append(Place(start, count, rows[part.batch], task.count, differentiate, task.settings.chunk_length))
     return places
-
-
-def _refuse_to_cut_time(task: Task, over_time: "OverTime") -> None:
-    """BatchNorm in a chunk of time would see the steps of that chunk only."""
-    splittable = task.splittable
-    if not coupling_modules(*task.modules):
-        return
-    if splittable.is_collated or any(over_time.is_cut(batch) for batch in splittable.batches):
-        refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
 
 
 class Outcome(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 
 import anybatch
 import reference
-from anybatch.loss.pieces import Place
+from anybatch.loss.losses import Place
 from live_bytes import LiveBytes
 from overtime_models import Batch, Case, Recurrent, batch_of, recurrent
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.recording.numbering import Numbering
@@ -167,6 +168,20 @@ def test_equal_rows_of_gradients_are_told() -> None:
     sampler, _ = setting(healthy)
     backward(healthy)
     assert sampled(sampler, torch.optim.SGD(healthy.parameters(), lr=0.1)).equal_grad_rows == ()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("alike", [True, False])
+def test_equal_rows_of_each_gate_are_told(cell: type[nn.RNNBase], alike: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"cell": cell(4, 16), "head": nn.Linear(16, 3)})
+    for parameter in model.parameters() if alike else model["head"].parameters():
+        nn.init.constant_(parameter, 0.1)
+    sampler, numbering = setting(model)
+    states, _ = model["cell"](torch.randn(5, 8, 4))
+    F.cross_entropy(model["head"](states[-1]), torch.arange(8) % 3).backward()
+    found = sampled(sampler, torch.optim.SGD(model.parameters(), lr=0.1)).equal_grad_rows
+    assert ("cell.weight_ih_l0" in [numbering.name(n) for n in found]) == alike
 
 
 def test_missing_sparse_and_bad_gradients() -> None:

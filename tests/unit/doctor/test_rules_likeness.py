@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from answer_runs import asked, flat
-from number_runs import call, fires, quiet
+from number_runs import call, fires, quiet, silent
 from test_rules_asked import both
 
 
@@ -28,10 +28,10 @@ def test_target_given_fires_where_a_place_is_given_its_target() -> None:
 
 
 def test_places_alike_fires_where_the_order_is_not_seen() -> None:
-    assert "position" in fires(asked("order ignored", "yes").run(), "PLACES_ALIKE", "warning").fix
+    assert "position" in fires(asked("order ignored", "yes").run(), "PLACES_ALIKE", "info").fix
     well = replace(asked("order ignored", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
-    quiet(well.run(), "PLACES_ALIKE")
-    both("order ignored", "PLACES_ALIKE")
+    silent(well.run(), "PLACES_ALIKE")
+    both("order ignored", "PLACES_ALIKE", "info")
 
 
 def test_mask_inverted_fires_where_a_mask_hides_nothing() -> None:

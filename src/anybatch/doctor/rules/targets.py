@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
-from anybatch.doctor.views.naming import by_line, near, root_variable
+from anybatch.doctor.views.naming import by_line, listed, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, carries_over, outcome
 from anybatch.records.events import Epoch, Stepped
@@ -19,10 +19,12 @@ from anybatch.records.samples import Scored
 _LOOKS, _TARGETS = 5, 100
 """So many calls, and targets in them, are looked at before all are said to be of one class."""
 
+_NAMED = 8  # of classes
+
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
-@rule("AB656", "LABELS_UNRELATED", "warning", explains=LEARNS_NOTHING)
+@rule("AB656", "LABELS_UNRELATED", "warning", explains=(*LEARNS_NOTHING, "LR_TOO_LOW"))
 def labels_unrelated(
     run: Run, *, flat: float = Limit(0.95, "of a constant guess, in the first pass over the data")
 ) -> Iterator[Found]:
@@ -211,4 +213,26 @@ def _told_one_thing(run: Run, steps: float) -> Iterator[Found]:
                 since=first,
                 where=known[0][-1],
                 evidence={"value": first.target_mean, "calls": len(known[0])},
+            )
+
+
+@rule("AB680", "CLASS_UNCOUNTED", "warning")
+def class_uncounted(run: Run) -> Iterator[Found]:
+    """Classes that the model has an output for and never learns."""
+    yield from say(run, "AB680")
+    calls = {(one.file, one.line, one.classes): one for one in run.of(LossCall) if one.guess is not None}
+    for one in calls.values():  # the last ones, which know most
+        if one.absent:
+            several = (
+                f"classes {listed(map(str, one.absent[:_NAMED]))}" if len(one.absent) > 1 else f"class {one.absent[0]}"
+            )
+            yield Found(
+                text=f"No target of {one.function}{near(one)} was of {several}, of {one.classes}, and all others come "
+                "about as often as each other: the model has an output for what it never learns.",
+                fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # before the data are split",
+                cause="Where the evaluation has these classes, the data were sorted by class when they were split.",
+                since=one,
+                step=0,
+                evidence={"absent": list(one.absent[:_NAMED]), "classes": one.classes},
+                severity="" if 'prints "' in outcome(run).said else "info",
             )

@@ -25,7 +25,7 @@ from anybatch.doctor.views.naming import (
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.doctor.views.windows import Pass, ever_touched, optimized, passes, with_gradient, written
-from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
+from anybatch.records.events import Backward, Cleared, Crashed, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations
 from anybatch.records.tables import ModuleFacts, ParameterFacts, Root
@@ -192,7 +192,8 @@ def opt_param_missing(
     """Parameters that get a gradient with optimized ones and are in no optimizer."""
     replaced = {number for _, live in _stale(run).values() for number in live}
     left = [one for one in in_no_group(run) if one not in replaced and run.parameters[one].registered]
-    for numbers in _apart(run, left) if run.optimizers else ():
+    is_over = any(run.of(Crashed)) and run.steps < shared  # before other optimizers came to their first step
+    for numbers in _apart(run, left) if run.optimizers and not is_over else ():
         step = _first_step_after(run, numbers)
         if step is None or not _with_optimized(run, numbers, shared):
             continue

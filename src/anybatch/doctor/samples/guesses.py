@@ -13,6 +13,7 @@ _MOST_KINDS = 64
 _MOST_NUMBERS = 1 << 18  # of a call
 _LEAST_ROWS = 32
 _PER_CLASS = 10
+_OF_EACH = 20  # targets of a class, were all drawn: none is no chance
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 _OF_SHARES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
@@ -25,6 +26,7 @@ class Guesses:
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[torch.Tensor, int]] = {}
+        self.absent: tuple[int, ...] = ()  # classes of the last call that no target was of so far, by no chance
 
     def of(self, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> float | None:
         """The loss of the best constant guess for the targets of a call; ``None`` while that is not known."""
@@ -34,7 +36,7 @@ class Guesses:
         if given.get("size_average") is not None or given.get("reduce") is not None:  # of long ago; these warn
             return None
         first, target = first.detach(), target.detach()
-        guess = None
+        guess, self.absent = None, ()
         try:
             if name in _OF_CLASSES and not target.is_floating_point():
                 guess = self._of_classes(name, first, target, given)
@@ -57,13 +59,18 @@ class Guesses:
     ) -> torch.Tensor | None:
         classes = first.shape[1] if first.dim() > 1 else first.numel()
         smoothing = float(given.get("label_smoothing") or 0.0)
+        every = target.numel()
         target = target[target != int(given.get("ignore_index", -100))].long()
         if classes > _MOST_KEPT or classes < 2 or not target.numel():
             return None
         counts = torch.bincount(target, minlength=classes).cpu().double()
         if counts.numel() > classes or (target.numel() == classes and counts.max() == 1):  # a contrast of pairs
             return None
-        seen, number = self._add((name, classes), counts, target.numel())
+        (seen, within, calls), number = self._add(
+            (name, classes), torch.stack([counts, counts > 0, torch.ones_like(counts)]), target.numel()
+        )
+        if target.numel() == every:  # what has no label may be of any class
+            self.absent = _absent(seen, within, int(calls[0]), number)
         different = int((seen > 0).sum())
         if different < 2 or number < max(_LEAST_ROWS, _PER_CLASS * different):
             return None
@@ -108,6 +115,24 @@ class Guesses:
 
 _MOST_CALLS = 256
 _SURELY = 3.0  # standard errors
+
+
+def _absent(seen: torch.Tensor, within: torch.Tensor, calls: int, number: int) -> tuple[int, ...]:
+    """Classes that no target is of, where all others come about as often as each other, and in all parts of the data.
+
+    Args:
+        seen: targets of each class.
+        within: the calls that have one of a class among their targets.
+        calls: all of them.
+        number: of the targets.
+    """
+    classes, kinds = len(seen), int((seen > 0).sum())
+    if not 1 < kinds < classes <= _MOST_KINDS or number < _OF_EACH * classes:
+        return ()
+    rarest = int(seen[seen > 0].kthvalue(2).values)  # one may be cut in two
+    expected = calls * (1 - (1 - seen / number) ** (number / calls))  # of batches that are drawn
+    is_mixed = bool((within >= expected / 2).all())
+    return tuple(torch.nonzero(seen == 0).flatten().tolist()) if is_mixed and rarest > number / kinds / 4 else ()
 
 
 class Targets:

@@ -353,6 +353,7 @@ class Calls:
             facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
             if read and result.numel() == 1:
                 facts["guess"] = self._guesses.of(name, getattr(F, name), named)
+                facts["absent"] = self._guesses.absent
         if facts.get("ignored", 0) > 0:
             self._with_ignored.add(name)  # how many they are has to be counted in each call
         if read and result.requires_grad:

@@ -15,6 +15,7 @@ from anybatch.records.samples import Norms
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
 
+_GATES, _OF_A_GATE = (4, 3), 8  # of an LSTM and a GRU, and the rows of each: fewer may be equal by chance
 _STILL = 0.5  # share of entries that did not move from which on the optimizer's state is looked at by its norm
 
 
@@ -264,10 +265,13 @@ def kept_of(optimizer: Any, parameter: torch.Tensor | None) -> list[torch.Tensor
 
 
 def _rows_equal(grad: torch.Tensor) -> torch.Tensor:
-    """Whether a matrix has equal rows that are not zero; on a CPU its ends mostly tell."""
-    if grad.is_cpu and not torch.equal(grad[0], grad[-1]):
-        return torch.tensor(False)
-    return (grad[1:] == grad[:1]).all() & (grad[0] != 0).any()
+    """Whether a matrix, or each gate of a GRU or LSTM, has equal rows that are not zero; on a CPU ends mostly tell."""
+    found = torch.zeros((), dtype=torch.bool, device=grad.device)
+    for gates in (1, *(one for one in _GATES if len(grad) % one == 0 and len(grad) >= one * _OF_A_GATE)):
+        rows = grad.unflatten(0, (gates, -1))
+        if not grad.is_cpu or torch.equal(rows[0, 0], rows[0, -1]):
+            found = found | (rows[:, 1:] == rows[:, :1]).all() & (rows[:, 0] != 0).any()
+    return found
 
 
 def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
