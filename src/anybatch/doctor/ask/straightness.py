@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks, said
+from anybatch.doctor.ask.steps import MOVING, PRODUCTS, Step, asks, following, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -35,8 +35,11 @@ def layers(step: Step) -> Iterator[Probed]:
 
     A bottleneck, which is narrower than what comes in and what goes out, is meant.
     """
-    pairs = [one for one in _pairs(step) if one[1] >= min(one[0], one[2]) > 0]
-    if pairs and (step.tape.opaque & step.needed or any(_hides(step, one) for one in step.used())):
+    every, products = _pairs(step)
+    pairs = [one for one in every if one[1] >= min(one[0], one[2]) > 0]
+    made = following(step.operations, (out for at in products for out in step.operations[at].outs))
+    behind = (one for one in step.used() if made & set(one.given))  # what comes into the first layer is an input
+    if pairs and (step.tape.opaque & step.needed or any(_hides(step, one) for one in behind)):
         raise Unknown("a part of the step was computed by what has no graph, which may bend")
     if pairs:
         sizes = dict.fromkeys(pair for one in pairs[::-1] for pair in (one[:2], one[1:]))
@@ -49,8 +52,8 @@ def _hides(step: Step, one: Operation) -> bool:
     return has_graph == [True, False]
 
 
-def _pairs(step: Step) -> list[tuple[int, int, int]]:
-    """Layers of which one feeds the other, where nothing bends from the inputs to the last layer.
+def _pairs(step: Step) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Layers of which one feeds the other, where nothing bends from the inputs to the last layer, and their places.
 
     For each pair, the last one first, it gives how many features or channels come into the first layer, lie between
     them, and go out of the second; 0 lie between where they are ordered in another way there. Nothing where something
@@ -63,7 +66,7 @@ def _pairs(step: Step) -> list[tuple[int, int, int]]:
         layer = _layer(step, step.operations[at])
         before = _products_behind(step, step.operations[at].given[:1], at, straight=True)
         if layer is None or before is None:
-            return []
+            return [], []
         found[at] = layer
         feeding += [(one, at) for one in before]
         waiting.extend(one for one in before if one not in waiting)
@@ -71,9 +74,10 @@ def _pairs(step: Step) -> list[tuple[int, int, int]]:
     for one, at in sorted(feeding):
         behind.setdefault(at, set()).update({found[one].weight}, behind.get(one, ()))
     if any(found[at].weight in weights for at, weights in behind.items()):
-        return []
-    pairs = [(found[one], found[at]) for one, at in feeding]
-    return [(one.inputs, one.outputs if one.outputs == at.inputs else 0, at.outputs) for one, at in pairs]
+        return [], []
+    both = [(found[one], found[at]) for one, at in feeding]
+    pairs = [(one.inputs, one.outputs if one.outputs == at.inputs else 0, at.outputs) for one, at in both]
+    return pairs, waiting
 
 
 def _products_behind(step: Step, some: list[Slot], before: int, *, straight: bool) -> list[int] | None:
