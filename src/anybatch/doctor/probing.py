@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import leaks, straightness, training
+from anybatch.doctor.ask import leaks
 from anybatch.doctor.ask.asking import answers, asked, single
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
@@ -15,16 +15,15 @@ from anybatch.records.runs import Run
 _MOST_ROOTS = 4
 _MOST_BYTES = 16 * 2**20  # of an input, of which questions are asked
 _log = logging.getLogger(__name__)
-_PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
+_PROBES: list[tuple[str, Callable[[Trial, Run, int], Probed]]] = [
     ("batch", leaks.mixing),
     ("time", leaks.leaking),
     ("input", leaks.ignored),
     ("padding read", leaks.padding_read),
     ("modes", leaks.random_in_evaluation),
     ("evaluated scores", leaks.squashed_in_evaluation),
-    ("straight", straightness.straight),
 ]
-"""Each a name and a function of the copy, the run, the number of the root and the recorder."""
+"""Each a name and a function of the copy, the run and the number of the root."""
 
 
 def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> list[Probed]:
@@ -41,9 +40,9 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
         with undisturbed(_reached(doctor, given)):
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
-                found.extend(_of_root(doctor, run, root, module, args, kwargs, active, until))
+                found.extend(_of_root(run, root, module, args, kwargs, until))
             if (kept := getattr(doctor, "kept", None)) is not None:
-                found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until))
+                found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until, active=active))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
@@ -58,22 +57,11 @@ def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:
     return [*nets, *kept.collates, *(one.cls for one in kept.functions)]
 
 
-def _of_root(
-    doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, until: float
-) -> list[Probed]:
-    of_training = training.PROBES if active else []
+def _of_root(run: Run, root: int, module: Any, args: Any, kwargs: Any, until: float) -> list[Probed]:
     try:
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:
-        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in [*_PROBES, *of_training]]
-
-    def put(questions: list[tuple[str, Callable[..., Probed]]]) -> list[Probed]:
-        given = trial, run, root, doctor
-        return [
-            one for name, question in questions for one in answers(name, until, single, question, *given, root=root)
-        ]
-
-    whole, trial.inputs = trial.inputs, trial.within(_MOST_BYTES)
-    found = put(_PROBES)
-    trial.inputs = whole  # the targets of the loss have all rows
-    return found + put(of_training)
+        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in _PROBES]
+    trial.inputs = trial.within(_MOST_BYTES)
+    given = trial, run, root
+    return [one for name, question in _PROBES for one in answers(name, until, single, question, *given, root=root)]

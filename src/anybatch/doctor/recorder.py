@@ -377,14 +377,6 @@ class Doctor:
         return self._samplers.last_inputs
 
     @property
-    def last_losses(self) -> dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]]:
-        """By the number of each model: the last loss of torch that was called after its forward in a sampled step.
-
-        It is the loss's name, its arguments without their graph, and its keyword arguments.
-        """
-        return self._samplers.last_losses
-
-    @property
     def kept(self) -> Kept:
         """The objects kept for the questions after the run."""
         return self._samplers.kept

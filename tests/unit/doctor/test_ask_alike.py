@@ -63,19 +63,6 @@ def test_flipped_pictures_keep_their_labels() -> None:
     assert answer(trains(net, step, times=12), "mirrored") != "yes"
 
 
-def test_an_upper_quantile_may_be_asked_before_the_lower_one() -> None:
-    def step(net: nn.Module) -> torch.Tensor:
-        x = torch.randn(64, 6)
-        made, y = net(x), x[:, 0]
-        terms = []
-        for column, quantile in ((1, 0.9), (0, 0.1)):
-            error = made[:, column] - y
-            terms.append(torch.maximum(-quantile * error, (1 - quantile) * error).mean())
-        return sum(terms[1:], terms[0])
-
-    assert answer(trains(nn.Linear(6, 2), step), "turned quantiles") != "yes"
-
-
 def test_scores_that_are_differences_are_all_to_be_positive() -> None:
     def run(*others: LossCall, **kinds: int) -> Training:
         alone = call("binary_cross_entropy_with_logits", target_low=1.0, target_high=1.0)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.doctor.ask.discarded import thrown_away
+from anybatch.doctor.ask.calls import thrown_away
 from test_doctor_ask import asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]

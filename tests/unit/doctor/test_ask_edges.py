@@ -1,7 +1,5 @@
 """Edges of a batch of graphs that were left with the numbers of each graph are told, and others are not."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,36 +64,3 @@ def single() -> None:
 
 def test_one_graph_is_no_batch() -> None:
     assert answer(single, "edges") == "unknown"
-
-
-NODES = 40
-
-
-def normed(power: float, other: float, *, loops: bool = True) -> Callable[[], None]:
-    """A training on one graph, whose matrix has powers of the degrees."""
-
-    def train() -> None:
-        weights = torch.rand(NODES) ** 3
-        upper = torch.triu((torch.rand(NODES, NODES) < weights[:, None] * weights * 3 + 0.05).float(), 1)
-        adjacency = upper + upper.T + torch.eye(NODES) * loops
-        degrees = adjacency.sum(1).clamp(min=1)
-        matrix = degrees[:, None] ** power * adjacency * degrees**other
-        net, x = nn.Linear(4, GRAPHS), torch.randn(NODES, 4)
-        optimizer = torch.optim.Adam(net.parameters())
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(matrix @ net(x), torch.arange(NODES) % GRAPHS).backward()
-            optimizer.step()
-
-    return train
-
-
-@pytest.mark.parametrize(
-    ("power", "other", "loops", "expected"),
-    [
-        (1, 0, True, "yes"), (0.5, 0.5, True, "yes"), (0, 1, False, "yes"), (-1, 0, True, "no"),
-        (-0.5, -0.5, True, "no"), (0, 0, False, "no"), (0, -1, False, "no"),
-    ],
-)  # fmt: skip
-def test_a_matrix_that_is_multiplied_by_degrees_is_told(power: float, other: float, loops: bool, expected: str) -> None:
-    assert answer(normed(power, other, loops=loops), "degrees") == expected

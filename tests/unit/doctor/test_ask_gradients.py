@@ -78,11 +78,6 @@ FAULTY = {
     "aside": made(lost, lambda g, x: g * (x.sigmoid() - x * x.sigmoid() * (1 - x.sigmoid()))),
     "zero": with_more("w", linear, lambda g, x, w: (g @ w, torch.zeros_like(w))),
 }
-INVERTED = {
-    "sign": made(signed, lambda g, x: g * (x.abs() >= 0.5)),
-    "levels": made(lambda x: (x.clamp(-0.4, 0.4) * 5).round() / 5, lambda g, x: g * (x.abs() > 0.5)),
-    "spike": made(lambda x: (x > 0.3).to(x.dtype), lambda g, x: g * (x - 0.3).abs().clamp(max=1)),
-}
 MEANT = {
     "the slope": with_more("w", linear, lambda g, x, w: (g @ w, g.t() @ x)),
     "reversed": made(lambda x: x.view_as(x), lambda g, x: -g),
@@ -114,11 +109,6 @@ def kind_of(function: Any, loss: Callable[..., torch.Tensor] = F.cross_entropy) 
 @pytest.mark.parametrize("kind", FAULTY)
 def test_a_gradient_that_is_not_the_slope_is_told(kind: str) -> None:
     assert kind_of(FAULTY[kind]) == kind
-
-
-@pytest.mark.parametrize("name", INVERTED)
-def test_a_gradient_that_passes_away_from_the_jumps_alone_is_told(name: str) -> None:
-    assert kind_of(INVERTED[name]) == "inverted"
 
 
 @pytest.mark.parametrize("name", MEANT)

@@ -67,55 +67,6 @@ def test_random_rows_that_are_drawn_near_are_told(sign: float, draws: bool, expe
     assert answer(lambda: of_words(sign, draws=draws), "drawn near") == expected
 
 
-class Pairs(nn.Module):
-    """Scores pairs of a user and an item, by what both tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(8, 1), nn.Embedding(8, 1)
-        with torch.no_grad():
-            for table in (self.users, self.items):
-                table.weight.copy_(torch.linspace(-4, 4, 8)[:, None])
-
-    def forward(self, user: torch.Tensor, item: torch.Tensor, weights: tuple[float, float]) -> torch.Tensor:
-        scores: torch.Tensor = weights[0] * self.users(user) + weights[1] * self.items(item)
-        return scores.squeeze(1)
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"), [((1.0, 0.0), "yes"), ((0.0, 1.0), "yes"), ((1.0, 1.0), "no"), ((0.0, 0.0), "no")]
-)
-def test_a_table_that_makes_no_difference_is_told(weights: tuple[float, float], expected: str) -> None:
-    ids = torch.randint(8, (4, 2, 64), generator=torch.Generator().manual_seed(0))
-    batches = [(*one, (one[0] * weights[0] + one[1] * weights[1] > 3.5 * sum(weights)).float()) for one in ids]
-
-    def train() -> None:
-        net = Pairs()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-        for user, item, label in batches:
-            optimizer.zero_grad()
-            F.binary_cross_entropy_with_logits(net(user, item, weights), label).backward()
-            optimizer.step()
-
-    assert answer(train, "one-sided") == expected
-
-
-def test_a_table_of_a_small_effect_makes_a_difference() -> None:
-    ids = torch.randint(8, (4, 2, 64), generator=torch.Generator().manual_seed(0))
-    tells, noise = torch.linspace(-4, 4, 8), 0.01 * torch.randn(64)
-    batches = [(*one, tells[one[0]] + 0.1 * tells[one[1]] + noise) for one in ids]
-
-    def train() -> None:
-        net = Pairs()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-        for user, item, target in batches:
-            optimizer.zero_grad()
-            F.mse_loss(net(user, item, (1.0, 0.1)), target).backward()
-            optimizer.step()
-
-    assert answer(train, "one-sided") == "no"
-
-
 def attends(dim: int, *, time_first: bool = False) -> None:
     """Additive attention over the places of a sequence, whose samples may lie along its second dim."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

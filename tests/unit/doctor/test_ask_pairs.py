@@ -1,4 +1,4 @@
-"""What belongs together and is kept apart, or the other way round: mixed labels, two nets, couplings, repeated rows."""
+"""What belongs together and is kept apart, or the other way round: two nets, couplings, rounded scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,6 @@ from test_doctor_ask import answer, asked, nothing_was_compiled
 __all__ = ["nothing_was_compiled"]
 
 Tensor = torch.Tensor
-Criterion = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Compared = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 
 
@@ -23,43 +22,6 @@ def train(net: nn.Module, loss: Callable[[], Tensor], count: int = 4) -> None:
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-
-
-def mixup(criterion: Criterion, *, alone: bool = False) -> None:
-    """Trains on inputs that are mixed with those of other rows; first with a large share, on which one is asked."""
-    net, shares = nn.Linear(6, 3), iter([0.9] * 12 + [0.5, 0.4, 0.6] * 60)
-
-    def loss() -> Tensor:
-        x, lam = 3 * torch.randn(64, 6), next(shares)
-        y, index = x[:, :3].argmax(1), torch.randperm(64)
-        return criterion(net(x if alone else lam * x + (1 - lam) * x[index]), y, y[index], lam)
-
-    train(net, loss, 150)
-
-
-def both(z: Tensor, a: Tensor, b: Tensor, share: float, **options: Any) -> Tensor:
-    first, second = (F.cross_entropy(z, y, **options) for y in (a, b))
-    return (share * first + (1 - share) * second).mean()
-
-
-@pytest.mark.parametrize(("criterion", "expected"), [
-    (lambda z, a, b, share: both(z, a, b, 1 - share), "yes"),
-    (lambda z, a, b, share: both(z, b, a, share), "yes"),
-    (lambda z, a, b, share: 0.5 * both(z, b, a, share, reduction="none"), "yes"),
-    (both, "no"),
-    (lambda z, a, b, share: both(z, a, b, share, reduction="none", label_smoothing=0.1), "no"),
-    (lambda z, a, b, share: both(z, b, a, 1 - share), "no"),
-    (lambda z, a, b, share: both(z, a, b, 0.5), "unknown"),
-    (lambda z, a, b, share: F.cross_entropy(z, a), "unknown"),
-    (lambda z, a, b, share: share * F.cross_entropy(z, a) + (1 - share) * F.cross_entropy(z.flip(0), b), "unknown"),
-], ids=["swapped", "labels", "by rows", "mixup", "smoothed", "both swapped", "halves", "one label",
-        "other scores"])  # fmt: skip
-def test_labels_that_are_mixed_the_other_way_round_are_told(criterion: Criterion, expected: str) -> None:
-    assert answer(lambda: mixup(criterion), "mixed apart") == expected
-
-
-def test_labels_that_are_smoothed_with_those_of_other_rows_belong_to_unmixed_inputs() -> None:
-    assert answer(lambda: mixup(both, alone=True), "mixed apart") == "no"
 
 
 class Pair(nn.Module):
@@ -201,53 +163,6 @@ def test_a_penalty_of_weights_is_no_density() -> None:
     net = nn.Linear(16, 16)
     assert answer(lambda: train(net, lambda: net(torch.randn(16, 16)).mean() + net.weight.pow(2).sum()), "passed") in (
         "no", "unknown")  # fmt: skip
-
-
-class Factors(nn.Module):
-    """Scores users and items."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(20, 4), nn.Embedding(30, 4)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Gives the scores."""
-        return (self.user(user) * self.item(item)).sum(-1)  # type: ignore[no-any-return]
-
-
-Repeat = Callable[[Tensor], Tensor]
-
-
-@pytest.mark.parametrize(("users", "items", "expected"), [
-    (lambda u: u.repeat(4), lambda i: i.view(-1), "yes"),
-    (lambda u: u.tile(4), lambda i: i.flip(1).flatten(), "yes"),
-    (lambda u: u.repeat_interleave(4), lambda i: i.view(-1), "no"),
-    (lambda u: u.repeat(4), lambda i: i.t().reshape(-1), "no"),
-    (lambda u: u[:, None].expand(-1, 4).reshape(-1), lambda i: i.view(-1), "no"),
-    (lambda u: torch.randint(20, (64,)), lambda i: i.view(-1), "no"),
-    (lambda u: torch.zeros(64, dtype=torch.int64), lambda i: i.view(-1), "no"),
-    (lambda u: torch.arange(4).repeat(16), lambda i: i.view(-1), "no"),
-    (lambda u: torch.arange(16).repeat(4), lambda i: i.view(-1), "no"),
-], ids=["repeat", "tile", "interleaved", "both", "expanded", "drawn", "one", "places", "positions"])  # fmt: skip
-def test_rows_that_are_repeated_in_another_order_are_told(users: Repeat, items: Repeat, expected: str) -> None:
-    net = Factors()
-
-    def loss() -> Tensor:
-        user, every = torch.randint(20, (16,)), torch.randint(30, (16, 4))
-        labels = items(torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(16, 4).contiguous())
-        return F.binary_cross_entropy_with_logits(net(users(user), items(every)), labels)
-
-    assert answer(lambda: train(net, loss), "repeated rows") == expected
-
-
-def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None:
-    net = Factors()
-
-    def loss(labels: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(net(torch.randperm(16).repeat(2), torch.randint(30, (32,))), labels)
-
-    for labels in (torch.ones(32), (torch.rand(32) < 0.5).float(), torch.arange(32.0).fmod(4).lt(2).float()):
-        assert answer(lambda: train(net, lambda: loss(labels)), "repeated rows") == "no"  # noqa: B023
 
 
 @pytest.mark.parametrize(("turn", "expected"), [

@@ -3,13 +3,11 @@
 import ast
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.doctor.ask.schedules import _OPTIMIZER, _PLACE, saved_only
 from test_doctor_ask import ROWS, answer, nothing_was_compiled
@@ -216,59 +214,3 @@ def test_a_border_of_one_value_says_nothing_of_an_equation_that_is_learned(wall:
             optimizer.step()
 
     assert answer(train, "related") == "unknown"
-
-
-APPENDED = "for x, {0} in loader:\n    made.append(net(x))\n    labels.append({1})\n"
-MOVED = """for e in range(1):
-    for i, (x, y) in enumerate(loader):
-        x, y = x.cpu(), y.cpu()
-        made += [{}]
-"""
-PUT = "import torch\nout, k = torch.zeros(24, 3), 0\nfor x, y in loader:\n    out[k:k + 8] = net(x){}\n    k += 8\n"
-IN_ONE = "import torch\nmade = torch.cat([net(x) for x, _ in loader])\n"
-RETURNED = "def predicted():\n    made = [net(x) for x, _ in loader]\n    return made\n"
-
-
-@pytest.mark.parametrize(
-    ("shuffle", "text", "expected"),
-    [
-        (True, APPENDED.format("_", 0) + "made == targets\n", "yes"),
-        (True, APPENDED.format("_", 0), ""),
-        (False, APPENDED.format("_", 0) + "made == targets\n", ""),
-        (True, APPENDED.format("y", "y"), ""),
-        (True, MOVED.format("0").replace("made += [0]", "made.append(net(x))") + "zip(made, labels)\n", "yes"),
-        (True, MOVED.format("net(x).argmax(1) == y"), ""),
-        (True, PUT.format("") + "print((out.argmax(1) == targets).sum())\n", "yes"),
-        (True, PUT.format("") + "print(out.std(), (net(x).argmax(1) == y).sum())\n", ""),
-        (False, PUT.format("") + "print((out.argmax(1) == targets).sum())\n", ""),
-        (True, PUT.format("; labels.append(y)"), ""),
-        (True, "made = [net(x) for x, _ in loader]\nfor p, y in zip(made, targets):\n    p == y\n", "yes"),
-        (True, IN_ONE + "print((made.argmax(1) == loader.dataset.tensors[1]).sum())\n", "yes"),
-        (True, IN_ONE + "print(made.std())\nacc = (net(x_test).argmax(1) == targets).sum()\n", ""),
-        (True, IN_ONE + "for k in range(3):\n    print((made.argmax(1) == k).sum())\n", ""),
-        (True, RETURNED + "zip(predicted(), targets)\n", "yes"),
-        (True, RETURNED + "print(len(predicted()), targets)\n", ""),
-        (True, "made = [(net(x), y) for x, y in loader]\n", ""),
-    ],
-    ids=str,
-)
-def test_labels_that_are_not_read_beside_predictions_in_a_drawn_order_are_told_where_both_meet(
-    tmp_path: Path, shuffle: bool, text: str, expected: str
-) -> None:
-    file = tmp_path / "evaluate.py"
-    file.write_text(text, encoding="utf-8")
-
-    def train() -> None:
-        x, y = torch.randn(24, 6), torch.randint(0, 3, (24,))
-        net = nn.Linear(6, 3)
-        optimizer = torch.optim.Adam(net.parameters())
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-        loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=shuffle)
-        with torch.no_grad():
-            given = {"loader": loader, "net": net, "made": [], "labels": [], "targets": y, "x_test": x}
-            exec(compile(text, str(file), "exec"), given)
-
-    assert answer(train, "order lost") == expected

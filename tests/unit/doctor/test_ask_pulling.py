@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask.scaling import fitted_anew
+from anybatch.doctor.ask.calls import fitted_anew
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -90,10 +90,9 @@ def turned_or_moved(*, learned: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("probe", ["far pairs", "error preferred"])
-def test_far_pairs_that_a_net_learned_to_have_near_are_not_told(probe: str) -> None:
-    assert answer(lambda: turned_or_moved(learned=True), probe) != "yes"
-    assert answer(lambda: turned_or_moved(learned=False), probe) == "yes"
+def test_far_pairs_that_a_net_learned_to_have_near_are_not_told() -> None:
+    assert answer(lambda: turned_or_moved(learned=True), "far pairs") != "yes"
+    assert answer(lambda: turned_or_moved(learned=False), "far pairs") == "yes"
 
 
 def padded(*, at: str, longest: int, late: bool = False, both: bool = False) -> None:

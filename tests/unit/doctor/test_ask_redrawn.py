@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask.copies import about_redrawn, about_undone
-from anybatch.doctor.samples.redraws import Redraws
+from anybatch.doctor.samples.alongside import Redraws
 
 Writes = Callable[[nn.Linear, int], object]
 BEGINNING = nn.Linear(20, 10).state_dict()

@@ -60,50 +60,6 @@ def test_a_scale_that_is_learned_and_scores_of_any_size_are_not() -> None:
     assert answer(lambda: stepped(net, learned), "flat scores") == "no"
 
 
-def by_list(prediction: torch.Tensor, y: torch.Tensor, quantiles: list[float], sign: int) -> torch.Tensor:
-    losses = []
-    for column, q in enumerate(quantiles):
-        error = y - prediction[:, column] if sign > 0 else prediction[:, column] - y
-        losses.append(torch.max(q * error, (q - 1) * error).mean())
-    return torch.stack(losses).sum()
-
-
-def at_once(prediction: torch.Tensor, y: torch.Tensor, quantiles: list[float], sign: int) -> torch.Tensor:
-    q = torch.tensor(quantiles)
-    error = y[:, None] - prediction if sign > 0 else prediction - y[:, None]
-    return torch.where(error >= 0, q * error, (q - 1) * error).mean()
-
-
-def forecast(loss: Callable[..., torch.Tensor], quantiles: list[float], sign: int) -> None:
-    net = nn.Linear(6, len(quantiles))
-
-    def of_a_batch() -> torch.Tensor:
-        x = torch.randn(64, 6)
-        return loss(net(x), x[:, 0] + torch.randn(64), quantiles, sign)
-
-    stepped(net, of_a_batch)
-
-
-@pytest.mark.parametrize("loss", [by_list, at_once])
-def test_quantiles_of_a_turned_error_are_told(loss: Callable[..., torch.Tensor]) -> None:
-    assert answer(lambda: forecast(loss, [0.1, 0.5, 0.9], -1), "turned quantiles") == "yes"
-
-
-@pytest.mark.parametrize("loss", [by_list, at_once])
-@pytest.mark.parametrize("quantiles", [[0.1, 0.5, 0.9], [0.9, 0.5, 0.1], [0.5]])
-def test_quantiles_of_targets_minus_predictions_are_not(
-    loss: Callable[..., torch.Tensor], quantiles: list[float]
-) -> None:
-    assert answer(lambda: forecast(loss, quantiles, 1), "turned quantiles") == "no"
-
-
-def test_other_losses_of_differences_are_not() -> None:
-    net = nn.Linear(6, 3)
-    x = torch.randn(64, 6)
-    stepped(net, lambda: (net(x) - x[:, :3]).square().mean() + (net(x) - x[:, 3:]).abs().mean())
-    assert answer(lambda: stepped(net, lambda: (net(x) - x[:, :3]).abs().mean()), "turned quantiles") == "no"
-
-
 def focal(weight: Callable[[torch.Tensor], torch.Tensor], sign: int = 1) -> None:
     net = nn.Linear(6, 1)
 

@@ -242,31 +242,3 @@ def test_channels_that_are_pooled_in_place_of_points_are_told(
             optimizer.step()
 
     assert answer(train, "pooled channels") == expected
-
-
-def grouped(group: Callable[[torch.Tensor], torch.Tensor], *, alike: bool = True) -> None:
-    """Means of four rows of each of six classes."""
-    net, classes = nn.Linear(8, 5), 3 * torch.randn(30, 8)
-    optimizer = torch.optim.Adam(net.parameters())
-    for _ in range(4):
-        chosen = torch.randperm(30)[:6]
-        support = classes[chosen].repeat_interleave(4, 0) if alike else torch.zeros(24, 8)
-        query = classes[chosen] if alike else torch.zeros(6, 8)
-        optimizer.zero_grad()
-        z = net(torch.cat([support, query]) + torch.randn(30, 8))
-        F.cross_entropy(-torch.cdist(z[24:], group(z[:24])), torch.arange(6)).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("group", "alike", "expected"),
-    [
-        (lambda z: z.view(4, 6, -1).mean(0), True, "yes"),
-        (lambda z: z.view(6, 4, -1).mean(1), True, "no"),
-        (lambda z: z.view(4, 6, -1).mean(0), False, "no"),  # no rows are more alike than others
-    ],
-)
-def test_means_of_rows_of_other_groups_are_told(
-    group: Callable[[torch.Tensor], torch.Tensor], alike: bool, expected: str
-) -> None:
-    assert answer(lambda: grouped(group, alike=alike), "mixed groups") == expected

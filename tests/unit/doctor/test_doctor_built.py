@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.doctor.ask.straightness import linear_layers
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 
@@ -230,29 +229,3 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_program_has_no_error_and_no_warning(make: Callable[[], nn.Module]) -> None:
     assert not [one for one in first(lambda: trained(make())) if one.severity != "info"]
-
-
-def layers_of(loss: Tensor) -> tuple[tuple[int, int, int], ...]:
-    nodes: list[Any] = [loss.grad_fn]
-    for node in nodes:
-        nodes.extend(after for after, _ in node.next_functions if after is not None and after not in nodes)
-    return linear_layers(loss.grad_fn, {one: one.name() for one in nodes if not hasattr(one, "variable")})
-
-
-def test_layers_are_read_off_the_graph_whatever_moves_entries() -> None:
-    x = torch.randn(4, 5, 8)
-    a, b = nn.Linear(8, 16, bias=False), nn.Linear(16, 3)
-    assert layers_of(b(a(x)).mean()) == ((8, 16, 3),)
-    assert layers_of(b(a(x).transpose(0, 1) * 2.0).square().mean()) == ((8, 16, 3),)
-    assert layers_of(b(a(x @ (torch.randn(8, 8, requires_grad=True) * 2))).mean()) == ()  # of two that are computed
-    convs = nn.Sequential(nn.Conv1d(5, 7, 3), nn.AvgPool1d(2), nn.Conv1d(7, 2, 1))
-    assert layers_of(convs(x).tanh().sum()) == ((5, 7, 2),)
-    assert layers_of(b(a(x) + nn.Linear(8, 16)(x)).mean()) == ((8, 16, 3), (8, 16, 3))
-    assert layers_of((a(x) + nn.Linear(8, 16)(x)).mean()) == ()  # side by side
-    square = nn.Linear(8, 8)
-    assert layers_of(square(square(x)).mean()) == ()  # the same weight over time
-    assert layers_of(nn.Linear(14, 2)(convs[0](x).transpose(1, 2).flatten(1)[:, :14]).sum()) == ((5, 0, 2),)
-    assert layers_of(b(torch.relu(a(x))).mean()) == ()
-    assert layers_of(b(a(x) * a(x)).mean()) == ()
-    b.weight.requires_grad_(False)
-    assert layers_of(b(a(x)).mean()) == ()

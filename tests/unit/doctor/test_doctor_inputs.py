@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.ask.marking import some_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
-from anybatch.doctor.samples.inputs import look
+from anybatch.doctor.samples.inputs import look, some_of
 from anybatch.records.lines import from_line, to_line
 from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import InputSample

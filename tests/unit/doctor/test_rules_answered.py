@@ -103,5 +103,4 @@ def test_the_evidence_of_these_tests_is_that_of_the_questions() -> None:
             for probe in names(function) & EVIDENCE.keys():
                 written.setdefault(probe, set()).update(near)
     wrong = {probe: lost for probe, own in EVIDENCE.items() if (lost := own.keys() - written.get(probe, set()))}
-    wrong.pop("rounded", None)  # its names are those of the fields of ``samples.rounding.Rounded``
     assert not wrong, "of names that no question gives"

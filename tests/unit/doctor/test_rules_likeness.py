@@ -22,13 +22,6 @@ def test_loss_sign_fires_where_scores_go_the_wrong_way(probe: str, word: str) ->
     quiet(replace(asked(probe, "no"), loss=flat).run(), "LOSS_SIGN")
 
 
-def test_labels_unrelated_fires_where_one_of_two_tables_makes_no_difference() -> None:
-    assert "0.9" in fires(asked("one-sided", "yes").run(), "LABELS_UNRELATED", "info").message
-    well = replace(asked("one-sided", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
-    quiet(well.run(), "LABELS_UNRELATED")
-    both("one-sided", "LABELS_UNRELATED", "info")
-
-
 def test_target_given_fires_where_a_place_is_given_its_target() -> None:
     assert "9 places" in fires(asked("given at its place", "yes").run(), "TARGET_GIVEN", "warning").message
     both("given at its place", "TARGET_GIVEN")

@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
 from answer_runs import asked, flat
 from anybatch.records.events import Loaded
-from anybatch.records.lossfacts import Printed
 from number_runs import call, falling, fires, quiet
 
 
@@ -37,18 +34,6 @@ def test_function_gradient_fires_on_mixed_derivatives() -> None:
 def test_axes_torn_fires_on_a_norm_of_places() -> None:
     assert "64 numbers of each row" in fires(asked("norm of places", "yes").run(), "AXES_TORN", "warning").message
     both("norm of places", "AXES_TORN")
-
-
-@pytest.mark.parametrize(("accuracy", "told"), [(0.1, True), (0.9, False)])
-def test_rows_torn_fires_where_an_order_is_lost_and_the_script_says_so(accuracy: float, told: bool) -> None:
-    printed = Printed(label="val acc", steps=(200,), values=(accuracy,), file="train.py", line=9)
-    learned = lambda step: [call(guess=2.3, value=falling(step))]  # noqa: E731
-    one = asked("order lost", "yes")
-    run = replace(one, every=learned, steps=200, after=(printed, *one.after)).run()
-    if told:
-        fires(run, "ROWS_TORN", "warning")
-    else:
-        quiet(run, "ROWS_TORN")
 
 
 def test_marks_as_rows_fires_and_says_how_many_are_marked() -> None:

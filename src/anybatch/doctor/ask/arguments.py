@@ -44,8 +44,6 @@ _ARITHMETIC = frozenset({"mul", "add", "sub", "rsub"})
 _PARTS = frozenset({"__getitem__", "select", "narrow"})
 _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
-_SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
-_MOST_COMPARED = 16  # rows
 _NEIGHBOURS_OF = 1024  # rows
 _MARKED = 8  # rows, of which numbers would be larger than one
 _LEAST = 3  # targets of a class, none of which counts
@@ -298,61 +296,6 @@ def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
     one, target = (x[:_NEIGHBOURS_OF].reshape(min(len(x), _NEIGHBOURS_OF), -1).double() for x in (given, noise))
     nearest = torch.cdist(one, one).fill_diagonal_(torch.inf).argmin(1)
     return bool(abs(_correlation(target[nearest].flatten(), target.flatten())) > _SIGMAS / target.numel() ** 0.5)
-
-
-@asks("shown")
-def shown(step: Step) -> Iterator[Probed]:
-    """Whether all places whose target counts show it in the input, and all others are hidden there, at random.
-
-    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data: what was
-    drawn outside of the step hides other places of the same rows later.
-    """
-    for operation in step.used("sub", *OF_CLASSES, *DISTANCES):
-        for made, target in _both(operation.given[:2]):
-            wanted = step.values[target]
-            if not step.values[made].requires_grad or wanted.requires_grad or wanted.numel() < _ENOUGH_NOISE:
-                continue
-            (slope,) = step.slopes(made)
-            if slope is not None and operation.name in OF_CLASSES and slope.dim() > 1:
-                slope = slope.any(1)
-            if slope is None or slope.shape != wanted.shape:
-                continue
-            for slot in step.made_of(made) - step.parameters.keys():
-                one = step.values[slot]
-                is_alike = one.dtype == wanted.dtype and one.numel() == wanted.numel() and len(one) == step.rows
-                if is_alike and not one.requires_grad and _is_hidden(step, slot, wanted, slope.bool()):
-                    yield said(operation, op=operation.name.strip("_"), share=float(slope.bool().double().mean()))
-
-
-def _is_hidden(step: Step, slot: Slot, target: torch.Tensor, counted: torch.Tensor) -> bool:
-    """Whether an input is the target where that counts and hides it elsewhere, as one mask or by what is drawn."""
-    one = step.values[slot]
-    counted = counted.reshape(one.shape)
-    if not torch.equal(one == target.reshape(one.shape), counted) or float((~counted).double().mean()) < _SOME:
-        return False
-    drawn = (made for made in step.operations if made.drawn is not None)
-    is_drawn = any(set(made.outs) & step.made_of(slot) for made in drawn)
-    if one.is_floating_point():
-        return is_drawn
-    rows = counted.flatten(1)
-    begun = rows.cumsum(1) > 0
-    ends = (begun & ~rows)[:, :-1] & rows[:, 1:]  # of what is hidden, with something shown on both sides of it
-    hidden = one[~counted].unique()
-    is_one = len(hidden) == 1 and not bool((one[counted] == hidden).any())
-    return is_one and float(ends.any(0).double().mean()) > _MOSTLY and (is_drawn or _hides_others(step, one, hidden))
-
-
-def _hides_others(step: Step, one: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether most rows are there once more with other places hidden, and the same ones shown else."""
-    others = [other for batches in step.kept.batches.values() for other, *_ in batches if other.dtype == one.dtype]
-    every = [row.flatten() for other in others if other.shape[1:] == one.shape[1:] for row in other]
-    if not every:
-        return False
-    table, found = torch.stack(every).to(one.device), 0
-    for row in one.flatten(1)[:_MOST_COMPARED]:
-        is_same, both = table == row, (table != hidden) & (row != hidden)
-        found += bool(((is_same | ~both).all(1) & ~is_same.all(1) & (2 * both.sum(1) > len(row))).any())
-    return found > _MOSTLY * min(len(one), _MOST_COMPARED)
 
 
 @asks("indices")

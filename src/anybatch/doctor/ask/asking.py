@@ -14,21 +14,18 @@ from anybatch.doctor.ask import (
     arguments,
     axes,
     batches,
-    copied,
+    calls,
     copies,
     crediting,
-    discarded,
     fitting,
     functions,
     ideals,
-    likeness,
     pairs,
     placing,
     pulling,
     relating,
     rows,
     sampling,
-    scaling,
     schedules,
     source,
     straightness,
@@ -44,7 +41,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, discarded, schedules, functions, batches, sampling, scaling, adversaries)
+OF_A_RUN = (copies, source, calls, schedules, functions, batches, sampling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16
@@ -54,14 +51,12 @@ OF_A_STEP = (
     rows,
     pairs,
     pulling,
-    likeness,
     placing,
     axes,
     weighing,
     crediting,
     functions,
     arguments,
-    copied,
     ideals,
     straightness,
     fitting,
@@ -70,8 +65,12 @@ OF_A_STEP = (
 """Has what is asked of each step that was written down; the last two run it many times."""
 
 
-def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
-    """The answers of all questions; one that fails leaves the others theirs."""
+def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float, *, active: bool = False) -> Iterator[Probed]:
+    """The answers of all questions, with ``active`` also whether a batch is learned at all.
+
+    One that fails leaves the others theirs.
+    """
+    of_a_step = [*OF_A_STEP, training] if active else OF_A_STEP
     for tapes in (kept.tapes, kept.earlier):
         for number, tape in list(tapes.items()):
             tape.until = until
@@ -87,7 +86,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for number, tape in sorted(kept.tapes.items()):
         step = Step(tape, number, kept, run, modules, until)
         # a list, since a warning of a question writes to its module
-        for one in [one for module in OF_A_STEP for one in vars(module).values() if isinstance(one, Question)]:
+        for one in [one for module in of_a_step for one in vars(module).values() if isinstance(one, Question)]:
             yield from answers(one.name, until, one.answers, step, optimizer=number)
     # after the steps, since it has no limit of its own and would take from their time
     yield from answers("helped", math.inf, adversaries.helped, kept)

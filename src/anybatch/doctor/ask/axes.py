@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.ask.weighing import padding_of
@@ -32,8 +32,6 @@ _LEAST_GRAPHS = 4
 _FORGOTTEN = 0.05  # of the deviation over rows
 _LEAST_PLACES = 4  # kinds, as of segments, are fewer
 _MOVED = frozenset({"to", "type_as", "requires_grad_", "detach", "view", "reshape", "unsqueeze", "clone", "contiguous"})
-_MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
-_EXACT, _ROOT = 1e-4, 0.4  # of a logarithm, and a power that is a square root's or more
 _GATHERING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
               "index_reduce_")  # fmt: skip
 
@@ -353,40 +351,6 @@ def _row(index: Any, shape: torch.Size) -> int | None:
         return None
     numbers = [one for at, one in enumerate(parts) if type(one) is int and shape[at] > 1]
     return numbers[0] if len(numbers) == 1 else None
-
-
-@asks("degrees", of_rows=False)
-def times_degrees(step: Step) -> Iterator[Probed]:
-    """Whether a matrix of neighbours is multiplied by the degrees of its nodes, which it has to be divided by."""
-    for operation in step.operations:
-        matrix = next(iter(operation.given), None)
-        is_product = operation.kind in PRODUCTS | {"spmm", "sparse_mm"} and matrix in step.needed & step.leaves.keys()
-        if matrix is not None and is_product and not step.leaves[matrix].requires_grad:
-            largest = _multiplied(step.leaves[matrix].detach())
-            if largest:
-                yield said(operation, largest=largest, nodes=len(step.leaves[matrix]))
-
-
-def _multiplied(matrix: torch.Tensor) -> int:
-    """The largest degree, if each entry of a matrix is a product of powers of those of its two nodes, one above 0.
-
-    Divided by, the powers are -1, or -1/2 of both; of what is summed up they are 0.
-    """
-    if matrix.is_sparse:
-        matrix = matrix.to_dense() if len(matrix) <= _MOST_NODES else matrix.new_zeros(0)
-    if matrix.dim() != 2 or not _LEAST_NODES <= len(matrix) == matrix.shape[1] <= _MOST_NODES:
-        return 0
-    rows, columns = matrix.nonzero(as_tuple=True)
-    degrees = torch.bincount(rows, minlength=len(matrix)).double()
-    entries = matrix[rows, columns].double()
-    is_graph = 0 < len(rows) < matrix.numel() and bool((entries > 0).all()) and degrees.max() >= _LEAST_DEGREE
-    if not is_graph or degrees[degrees > 0].unique().numel() < _LEAST_GRAPHS:
-        return 0
-    known = torch.stack([degrees[rows].log(), degrees[columns].clamp_min(1).log()], 1)
-    powers = torch.linalg.lstsq(known, entries.log()[:, None], driver="gelsd").solution
-    off = (known @ powers - entries.log()[:, None]).abs().max()
-    is_product = off < _EXACT and powers.max() > _ROOT and powers.min() > -_EXACT
-    return int(degrees.max()) if is_product else 0
 
 
 @asks("torn edges", of_rows=False)

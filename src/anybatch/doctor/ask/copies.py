@@ -16,7 +16,7 @@ from anybatch.doctor.ask.keeping import Kept, Passed, State
 from anybatch.doctor.ask.steps import DISTANCES, Step, replayed, total
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Line, Trial, Unknown, tensors, told
-from anybatch.doctor.samples.redraws import related
+from anybatch.doctor.samples.alongside import related
 from anybatch.records.events import Loaded
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

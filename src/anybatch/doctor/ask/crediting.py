@@ -12,7 +12,7 @@ from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
 from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import Scored
 
-_UNIT = 1e-3  # of the range of sums, and of a discount
+_UNIT = 1e-3  # of a discount
 _FEWEST = 8  # sums
 _HALF = 0.5  # a discount that is less sums up next to nothing
 _MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of their pairs
@@ -107,37 +107,26 @@ def _indices(args: Any) -> tuple[Any, ...]:
 
 
 def _of_past(sums: torch.Tensor) -> float:
-    return _discount(sums) or _of_few_rewards(sums)
+    """By what each sum takes over the one before it, where it adds a reward of a few kinds; 0 for other numbers.
 
-
-def _discount(sums: torch.Tensor) -> float:
-    """By what each sum takes over the one before it, where all begin with a reward; 0 for other numbers."""
-    if len(sums) < _FEWEST or not bool(sums[1] != sums[0]):
-        return 0.0
-    discount = float((sums[2] - sums[1]) / (sums[1] - sums[0]))
-    reward, near = sums[1] - discount * sums[0], _UNIT * (sums.max() - sums.min())
-    follows = (sums[1:] - discount * sums[:-1] - reward).abs() < near
-    again = (sums[1:] - sums[0]).abs() < near  # at the start of another episode
-    is_sum = _HALF < discount <= 1 + _UNIT and bool((follows | again).all()) and bool(reward.abs() > near)
-    # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
-    return discount if is_sum and (discount < 1 - _UNIT or bool((reward - sums[0]).abs() < near)) else 0.0
-
-
-def _of_few_rewards(sums: torch.Tensor) -> float:
-    """The same where rewards are of a few kinds: two sums that end with the same one differ by the discount times.
-
-    Those of what is to come differ by more than what is before them.
+    Two sums that end with the same reward differ by the discount times what those before them differ by. Those of what
+    is to come differ by more than that.
     """
-    if len(sums) < _FEWEST or len(sums) > _MOST_SUMS:
+    if len(sums) < _FEWEST:
         return 0.0
+    sums = sums[:_MOST_SUMS]
     before, after = (one[:, None] - one for one in (sums[:-1], sums[1:]))
-    is_pair = (before.abs() > _LITTLE * (sums.max() - sums.min())).triu(1)
-    times = (after / before)[is_pair]
+    little = _LITTLE * (sums.max() - sums.min())
+    times = (after / before)[(before.abs() > little).triu(1)]
     if not times.numel():
         return 0.0
     kinds, counts = (times / _UNIT).round().unique(return_counts=True)
     discount = float(kinds[counts.argmax()]) * _UNIT
     rewards = sums[1:] - discount * sums[:-1]
-    is_one = bool((rewards.max() - rewards.min()) < _LITTLE * (sums.max() - sums.min()))  # as of powers of a discount
-    is_often = int(counts.max()) > _OFTEN * len(times)
-    return discount if is_often and not is_one and _HALF < discount < 1 - _UNIT else 0.0
+    is_one, reward = bool((rewards.max() - rewards.min()) < little), rewards.mean()
+    if int(counts.max()) <= _OFTEN * len(times) or not _HALF < discount < 1 + _UNIT / 2:
+        return 0.0
+    if discount > 1 - _UNIT / 2:
+        # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
+        return discount if is_one and bool((reward - sums[0]).abs() < little) else 0.0
+    return discount if not is_one or bool(reward.abs() > little) else 0.0  # else they are powers of a discount

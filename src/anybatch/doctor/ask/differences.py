@@ -1,8 +1,7 @@
 """Is what the backward of an own function gives the slope of its forward? Some entries of each input, moved a little.
 
 Many backwards are not the slope, and are meant so: of what is rounded or compared, of what is handed on as it is, and
-where an input is there for the backward alone. A backward is not judged where any of its inputs looks like that, but
-for where it lets the gradient pass: that should not be where the forward is constant while it jumps elsewhere.
+where an input is there for the backward alone. A backward is not judged where any of its inputs looks like that.
 """
 
 import itertools
@@ -26,9 +25,6 @@ _ASIDE = 0.97  # the cosine of what points elsewhere
 _ALONG, _FACTOR = 0.999, 1.2  # of what only has another size
 _FEW = 3  # sizes of what is rounded
 _SMALL = 0.01  # the size of the gradient that comes in, which is below what is clipped
-_WIDE = (0.1, 0.3, 0.6, 1.0)  # deviations of an input by which a jump is looked for on both sides of an entry
-_SCALES = (0.01, 0.1, 10.0, 100.0)  # by which an input is looked at where the gradient passes nowhere
-_SHUT = 0.5  # of the jumps of all entries: what those have that get the gradient
 
 Given = tuple[Any, ...]
 
@@ -44,10 +40,8 @@ def differing(cls: Any, given: Given, needs: Sequence[bool]) -> tuple[str, dict[
         generator = torch.Generator().manual_seed(5)
         weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) * _SMALL for one in outputs]
         reals = [place for place, one in enumerate(given) if _is_real(one)]
-        flat = [place for place in reals if _is_flat(cls, given, place, outputs, is_needed=needs[place])]
-        if flat:
-            is_inverted = any(_is_inverted(cls, given, needs, place, outputs) for place in flat)
-            return ("yes", {"kind": "inverted"}) if is_inverted else ("no", {})
+        if any(_is_flat(cls, given, place, outputs, is_needed=needs[place]) for place in reals):
+            return "no", {}
         slopes = _slopes(cls, given, needs, weights)
         twice = _slopes(cls, given, needs, [2 * one for one in weights])
         if any(not near(2 * one, two) for one, two in zip(slopes.values(), twice.values(), strict=True)):
@@ -120,34 +114,6 @@ def _has_few_sizes(one: torch.Tensor) -> bool:
     """Whether the entries of each row are a few numbers, up to their sign, as where signs have a scale."""
     rows = one.abs().reshape(len(one), -1) if one.dim() > 1 else one.abs().reshape(1, -1)
     return rows.shape[1] > _FEW and all(row.unique().numel() <= _FEW for row in rows)
-
-
-def _is_inverted(cls: Any, given: Given, needs: Sequence[bool], place: int, outputs: list[torch.Tensor]) -> bool:
-    """Whether the gradient passes at entries where the forward is constant, and is shut out near its jumps.
-
-    A straight-through estimator passes it everywhere, or near the jumps; a surrogate is largest there. It passes
-    nowhere where most entries are near a jump and the mask of what passes has none of them, but has some elsewhere.
-    """
-    one = given[place]
-    if not needs[place] or len(outputs) > 1 or outputs[0].shape != one.shape:
-        return False
-
-    def passed(scale: float) -> torch.Tensor:
-        there = (*given[:place], one * scale, *given[place + 1 :])
-        slope = _slopes(cls, there, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place)
-        return torch.zeros_like(one) if slope is None else slope.abs()
-
-    passes = passed(1.0)
-    if not bool(passes.any()) and not any(bool(passed(scale).any()) for scale in _SCALES):
-        return False  # a backward that is zero everywhere is meant so
-    jumps = torch.zeros_like(one)
-    for part in _WIDE:
-        step = part * one.std()
-        ends = [_run(cls, (*given[:place], one + side, *given[place + 1 :]))[0] for side in (step, -step)]
-        jumps += (ends[0] - ends[1]).abs() / part
-    if not bool(passes.any()):
-        return float((jumps > 0).double().mean()) > _SHUT
-    return float((passes * jumps).sum() / passes.sum()) < _SHUT * float(jumps.mean())
 
 
 def _distance(one: torch.Tensor) -> float:

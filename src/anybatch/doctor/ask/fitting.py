@@ -291,14 +291,14 @@ def _is_alone(run: Run, optimizer: int) -> bool:
 
 def fitted(
     step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float = math.inf,
-    part: Loss | None = None, change: Any = None,
+    part: Loss | None = None, change: Any = None, steps: int = _STEPS, seconds: float = _SECONDS,
 ) -> tuple[float, float, int]:  # fmt: skip
     """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends.
 
     Each step is that of the tape with what comes from outside and was drawn as ``change`` has it.
     """
-    values, end, loss = list[float](), min(step.until, until, time.perf_counter() + _SECONDS), part or step.loss
-    while len(values) < _STEPS and time.perf_counter() < end:
+    values, end, loss = list[float](), min(step.until, until, time.perf_counter() + seconds), part or step.loss
+    while len(values) < steps and time.perf_counter() < end:
         value = replayed(step.tape, loss, change, held=start).values[loss.slot].sum()
         values.append(float(value.detach()))
         if not math.isfinite(values[-1]) or not value.requires_grad:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.pulling import is_learned, sides_of
+from anybatch.doctor.ask.pulling import sides_of
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
 from anybatch.doctor.ask.steps import Step, asks, said, slots_of, total
 from anybatch.doctor.ask.tape import Operation, Slot
@@ -26,8 +26,6 @@ _MOSTLY = 0.5  # of the rows
 _CLEARLY = 0.1  # of how far a loss falls, or rises
 _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
 _WRITTEN_OUT = frozenset({"sqrt", "sum", "add", "clamp", "clamp_min", "pow", "square"})
-_SURELY = 3.0  # standard errors of the distances of pairs
-_TWICE = 2.0  # as far apart are the inputs of unlike pairs
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
@@ -70,7 +68,7 @@ def error_preferred(step: Step) -> Iterator[Probed]:
     if own_draw(step) is not None:
         raise Unknown("the loss is of what the model itself draws")
     met = meetings_of(step)
-    found = [(*_falls(step, index, _ideal(step, index, one)), one) for one in met
+    found = [(*_falls(step, index, step.values[one.slot].detach()), one) for one in met
              if (index := _acts_through(step, one)) is not None]  # fmt: skip
     if not found:
         raise Unknown("nothing that all parameters act through is compared with targets of its shape")
@@ -79,34 +77,8 @@ def error_preferred(step: Step) -> Iterator[Probed]:
     for one in met if answer == "yes" else ():
         if bool((step.values[one.slot] < 0).any()) and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
             raise Unknown("rows are weighed with negative numbers, as by rewards")
-    after, through = step.operations[at.index], _acts_through(step, at)
-    is_distance = through is not None and _is_distance(step, step.operations[through])
-    seen: dict[str, Any] = {"kind": "distance" if is_distance else "number"}
-    yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2], **seen)
-
-
-def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
-    """The targets; for distances the marks of the pairs that should be far apart: those whose inputs are."""
-    target = step.values[where.slot].detach()
-    if not _is_distance(step, step.operations[index]):
-        return target
-    marked = target.flatten() != 0
-    sides = [one for slot in sorted(step.made_of(step.operations[index].outs[0]) & step.inputs)
-             if len(one := step.values[slot].detach()) == len(target)]  # fmt: skip
-    is_marked = target.dim() == 1 and bool(((target == 0) | (target == 1)).all())
-    if not is_marked or min(int(marked.sum()), int((~marked).sum())) < 2:
-        raise Unknown("a distance is compared with no marks of pairs")
-    if len(sides) != 2 or sides[0].shape != sides[1].shape or not sides[0].is_floating_point():
-        raise Unknown("a distance is not of two inputs of one shape")
-    far = (sides[0] - sides[1]).double().flatten(1).norm(dim=1)
-    one, other = far[marked], far[~marked]
-    error = (one.var() / len(one) + other.var() / len(other)).sqrt()
-    near, away = sorted((float(one.mean()), float(other.mean())))
-    if not away - near > _SURELY * float(error) or away < _TWICE * near:
-        raise Unknown("the inputs do not show which pairs belong together")
-    if is_learned(step, step.operations[index]):
-        raise Unknown("the net learned well what the loss asks of the pairs, so that their inputs say little of it")
-    return target if one.mean() > other.mean() else 1 - target
+    after = step.operations[at.index]
+    yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2])
 
 
 def _is_distance(step: Step, operation: Operation) -> bool:
@@ -118,7 +90,10 @@ def _is_distance(step: Step, operation: Operation) -> bool:
 
 
 def _acts_through(step: Step, where: Meeting) -> int | None:
-    """The last operation before targets are met that all parameters act through, with a result of their shape."""
+    """The last operation before targets are met that all parameters act through, with a result of their shape.
+
+    Marks of pairs are not what their distances should be: ``far_pairs`` asks of these.
+    """
     target, tried = step.values[where.slot], 0
     if step.rows < _LEAST_ROWS or not target.is_floating_point() or not bool((target != target[:1]).any()):
         return None
@@ -128,7 +103,7 @@ def _acts_through(step: Step, where: Meeting) -> int | None:
         if made is not None and made.requires_grad and made.shape == target.shape and tried < _MOST_MADE:
             tried += 1
             if not slots_of(step.tape, step.loss, but=[one]) & step.parameters.keys():
-                return index
+                return None if _is_distance(step, one) else index
     return None
 
 

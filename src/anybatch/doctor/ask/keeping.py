@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from anybatch.doctor.ask.marking import mark, marks, some_of, versions_of
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
-from anybatch.doctor.samples.redraws import Redraws
+from anybatch.doctor.samples.inputs import mark, marks, some_of, standardised, versions_of
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
@@ -33,7 +33,6 @@ _MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_ROWS = 64  # of an input that are compared with its first
 _SOME = 16  # rows that are looked for
-_LEAST_TABLE, _MOST_TABLE, _ROUNDED = 20, 1 << 22, 1e-4  # rows and entries of a table, and how exact its numbers are
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
@@ -550,15 +549,14 @@ def _numbers(value: Any) -> Iterator[torch.Tensor]:
 @unseen
 def _is_scaled(table: torch.Tensor) -> bool:
     """Whether each column of a table that varies has mean 0 and deviation 1, as no part of a scaled one has."""
-    if table.dim() != 2 or len(table) < _LEAST_TABLE or table.numel() > _MOST_TABLE:
+    if table.dim() != 2:
         return False
-    off = 1 / len(table) + _ROUNDED  # a deviation with one degree of freedom less
     for columns in (table[:, :: max(1, table.shape[1] // 8)], table):  # a few mostly tell
-        std, mean = torch.std_mean(columns.detach().double(), 0, correction=0)
-        varied = std > _ROUNDED
-        if not bool(((mean.abs() < _ROUNDED) & ((std - 1).abs() < off))[varied].all()):
+        exact, of, _ = standardised(columns)
+        varied = of - int((columns == columns[:1]).all(0).sum()) if of else -1
+        if exact != varied:
             return False
-    return int(varied.sum()) > 1
+    return varied > 1
 
 
 @unseen

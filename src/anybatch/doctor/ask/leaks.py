@@ -6,7 +6,7 @@ changed beyond the row is the one that mixes. Norm layers are in evaluation mode
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _FILLER = 1e4  # what a mask fills in is larger
 _TOLERANCE = 1e-5  # of the largest output: kernels may take another order of summation for another batch
 
 
-def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def mixing(trial: Trial, run: Run, root: int) -> Probed:
     """Whether an output of one row depends on another row of the input."""
     inputs = trial.few_rows(1 if _time_is_first(trial, run, root) else 0)
     rows = inputs.rows
@@ -206,17 +206,27 @@ def _changed(mask: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _confined(one: torch.Tensor, other: torch.Tensor, row: int, rows: int) -> bool | None:
     """Whether what changed lies in one row along some dim; ``None`` where no dim has a place for each row."""
-    if one.shape != other.shape or not one.numel():
+    return _lies(one, other, rows, lambda places: places == row, range(one.dim()))
+
+
+def _lies(
+    one: torch.Tensor, other: torch.Tensor, count: int, is_there: Callable[[torch.Tensor], torch.Tensor],
+    joined: Container[int], counted: torch.Tensor | None = None,
+) -> bool | None:  # fmt: skip
+    """Whether all places that changed along some dim are there, of so many; ``None`` where no dim has one for each.
+
+    The places of some dims may be joined with others, as in blocks or in turn.
+    """
+    if one.shape != other.shape or not one.numel() or not one.dim():
         return None
-    mask = difference(one, other)
-    known = None
+    mask, known = difference(one, other), None
+    mask = mask if counted is None else _of_counted(mask, counted)
     for dim, size in enumerate(one.shape):
-        if size % rows or not size:
-            continue
-        known = False
-        block, places = size // rows, _changed(mask, dim)
-        if bool(((places // block) == row).all()) or bool(((places % rows) == row).all()):
-            return True
+        if size == count or (size % count == 0 and size and dim in joined):
+            known = False
+            places = _changed(mask, dim)
+            if any(bool(is_there(each).all()) for each in (places % count, places // (size // count))):
+                return True
     return known
 
 
@@ -257,7 +267,7 @@ def _weights(one: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype, device=one.device).reshape(one.shape).sin()
 
 
-def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def leaking(trial: Trial, run: Run, root: int) -> Probed:
     """Whether an output depends on later inputs, in a model whose targets are its inputs, or the next ones."""
     call = next((one for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None), None)
     if call is None:
@@ -338,20 +348,7 @@ def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:
 def _only_later(
     one: torch.Tensor, other: torch.Tensor, length: int, cut: int, counted: torch.Tensor | None = None
 ) -> bool | None:
-    if one.shape != other.shape or not one.numel() or not one.dim():
-        return None
-    mask = difference(one, other)
-    mask = mask if counted is None else _of_counted(mask, counted)
-    known = None
-    for dim, size in enumerate(one.shape):
-        if size == length or (size % length == 0 and size and dim == 0):
-            known = False
-            places = _changed(mask, dim)
-            if bool((places % length >= cut).all()) or (
-                size != length and bool((places // (size // length) >= cut).all())
-            ):
-                return True
-    return known
+    return _lies(one, other, length, lambda places: places >= cut, (0,), counted)
 
 
 def _reaches(one: torch.Tensor, other: torch.Tensor, length: int, cut: int) -> bool:
@@ -387,7 +384,7 @@ _ROUNDED = 1e-4  # of the largest output
 _MUCH = 0.5  # of the spread over rows: a convolution at the border of a row, or a mean of many tokens, changes less
 
 
-def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def ignored(trial: Trial, run: Run, root: int) -> Probed:
     """Whether the outputs are the same for different inputs."""
     inputs = trial.inputs
     given = [one for one in inputs.by_rows() if one.numel()]
@@ -408,7 +405,7 @@ def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     return told("input", root=root, answer="yes" if spread < _SPREAD else "no", spread=spread, size=size)
 
 
-def padding_read(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def padding_read(trial: Trial, run: Run, root: int) -> Probed:
     """Whether an output of one row changes with the number of tokens that only fill the rows up."""
     inputs = trial.inputs
     found = [behind for one in inputs.by_rows() if (behind := padding_of(one)) is not None]
@@ -454,7 +451,7 @@ def _outputs_of_rows(before: Any, after: Any) -> list[tuple[torch.Tensor, torch.
     ]  # fmt: skip
 
 
-def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def random_in_evaluation(trial: Trial, run: Run, root: int) -> Probed:
     """Whether two evaluations of the same input differ, and by which operation."""
     inputs = trial.inputs
     before = trial.forward(inputs)
@@ -472,7 +469,7 @@ def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Prob
     return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=largest(pairs))
 
 
-def squashed_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+def squashed_in_evaluation(trial: Trial, run: Run, root: int) -> Probed:
     """Whether what goes as scores into a loss in training comes as probabilities into it in evaluation."""
     losses = [one for one in run.of(Evaluated) if one.function in OF_SCORES]
     if not losses or not any(one.root == root and one.function in OF_SCORES for one in run.of(LossCall)):

@@ -1,6 +1,7 @@
-"""Places of a sequence: is a prediction given the target of its own place, and does attention know the order?"""
+"""Places of a sequence: is a prediction given the target of its own place, or all that count, is the order known?"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -175,3 +176,120 @@ def _attends(step: Step, lookup: Operation, count: int) -> bool:
             if sides[0] == sides[1] and count in sides[0]:
                 return True
     return False
+
+
+_ENOUGH, _ENOUGH_SHOWN = 50, 100  # places that count, and targets
+_SOME, _HIDDEN, _MOSTLY = 0.1, 0.02, 0.5  # shares of places that do not count, that are hidden, and of the columns
+_MOST_COMPARED = 16  # rows
+_LOOKED_UP = frozenset({"embedding", "index_select", "__getitem__", "one_hot"})
+
+
+def _counting(step: Step, least: int, *kinds: str) -> Iterator[tuple[Operation, Slot, torch.Tensor, torch.Tensor]]:
+    """What compares something with so many targets, what that is, these, and at which of them the loss has a slope."""
+    for operation in step.used(*kinds):
+        given = operation.given[:2]
+        for made, target in (given, given[::-1]) if len(given) == 2 else ():
+            wanted = step.values[target]
+            if not step.values[made].requires_grad or wanted.requires_grad or wanted.numel() < least:
+                continue
+            (slope,) = step.slopes(made)
+            if slope is not None and operation.name in OF_CLASSES and slope.dim() > 1:
+                slope = slope.any(1)
+            if slope is not None and slope.shape == wanted.shape:
+                yield operation, made, wanted, slope.bool()
+
+
+@asks("shown")
+def shown(step: Step) -> Iterator[Probed]:
+    """Whether all places whose target counts show it in the input, and all others are hidden there, at random.
+
+    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data: what was
+    drawn outside of the step hides other places of the same rows later.
+    """
+    for operation, made, wanted, counted in _counting(step, _ENOUGH_SHOWN, "sub", *OF_CLASSES, *DISTANCES):
+        for slot in step.made_of(made) - step.parameters.keys():
+            one = step.values[slot]
+            is_alike = one.dtype == wanted.dtype and one.numel() == wanted.numel() and len(one) == step.rows
+            if is_alike and not one.requires_grad and _is_hidden(step, slot, wanted, counted):
+                yield said(operation, op=operation.name.strip("_"), share=float(counted.double().mean()))
+
+
+def _is_hidden(step: Step, slot: Slot, target: torch.Tensor, counted: torch.Tensor) -> bool:
+    """Whether an input is the target where that counts and hides it elsewhere, as one mask or by what is drawn."""
+    one = step.values[slot]
+    counted = counted.reshape(one.shape)
+    if not torch.equal(one == target.reshape(one.shape), counted) or float((~counted).double().mean()) < _HIDDEN:
+        return False
+    drawn = (made for made in step.operations if made.drawn is not None)
+    is_drawn = any(set(made.outs) & step.made_of(slot) for made in drawn)
+    if one.is_floating_point():
+        return is_drawn
+    rows = counted.flatten(1)
+    begun = rows.cumsum(1) > 0
+    ends = (begun & ~rows)[:, :-1] & rows[:, 1:]  # of what is hidden, with something shown on both sides of it
+    hidden = one[~counted].unique()
+    is_one = len(hidden) == 1 and not bool((one[counted] == hidden).any())
+    return is_one and float(ends.any(0).double().mean()) > _MOSTLY and (is_drawn or _hides_others(step, one, hidden))
+
+
+def _hides_others(step: Step, one: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Whether most rows are there once more with other places hidden, and the same ones shown else."""
+    others = [other for batches in step.kept.batches.values() for other, *_ in batches if other.dtype == one.dtype]
+    every = [row.flatten() for other in others if other.shape[1:] == one.shape[1:] for row in other]
+    if not every:
+        return False
+    table, found = torch.stack(every).to(one.device), 0
+    for row in one.flatten(1)[:_MOST_COMPARED]:
+        is_same, both = table == row, (table != hidden) & (row != hidden)
+        found += bool(((is_same | ~both).all(1) & ~is_same.all(1) & (2 * both.sum(1) > len(row))).any())
+    return found > _MOSTLY * min(len(one), _MOST_COMPARED)
+
+
+@asks("copied places")
+def copied_places(step: Step) -> Iterator[Probed]:
+    """Whether a net reads the target at all places that count, and tokens of the same kind at those that do not.
+
+    A loss that counts some places alone is one of filling in what is hidden there. Padding counts neither, but lies at
+    the ends of rows; what is hidden is one token, which is no target. Attention may leave out a place's own token.
+    """
+    for operation, made, wanted, counted in _counting(step, _ENOUGH, *OF_CLASSES):
+        if wanted.is_floating_point() or int(counted.sum()) < _ENOUGH:
+            continue
+        for slot in _read_as_tokens(step, step.made_of(made)):
+            tokens = step.values[slot]
+            if tokens.numel() == wanted.numel() and len(tokens) == step.rows and tokens.dim() > 1:
+                target, counts = wanted.reshape(tokens.shape), counted.reshape(tokens.shape)
+                is_given = torch.equal(tokens[counts], target[counts]) and _are_of_a_kind(tokens, counts)
+                if is_given and _is_read(step, made, slot, counts):
+                    yield said(operation, op=operation.name.strip("_"), share=float(counts.double().mean()))
+
+
+def _read_as_tokens(step: Step, some: set[Slot]) -> Iterator[Slot]:
+    """What rows of a table that is trained are looked up with."""
+    for one in step.operations:
+        if one.kind in _LOOKED_UP and some & set(one.outs) and any(slot in step.parameters for slot in one.given):
+            yield from (slot for slot in one.given if step.values[slot].dtype in (torch.int64, torch.int32))
+
+
+def _is_read(step: Step, made: Slot, slot: Slot, counts: torch.Tensor) -> bool:
+    """Whether what is predicted at a place that counts depends on its own token, which attention may hide from it."""
+    tokens, place = step.values[slot], int(counts.flatten().nonzero()[0])
+    other = tokens.clone()
+    flat = other.view(-1)
+    flat[place] = tokens[tokens != flat[place]][0]
+    operations, at = [*step.tape.operations], step.made_at(slot) + 1
+    operations.insert(at, Operation("other", lambda _: other, (slot,), {}, (slot,)))
+    loss = replace(step.loss, before=step.loss.before + 1)
+    run = replayed(step.tape.changed(operations), loss)
+    moved = (run.values[made].detach() != step.values[made].detach()).any(1)
+    return bool(moved.flatten()[place])
+
+
+def _are_of_a_kind(tokens: torch.Tensor, counts: torch.Tensor) -> bool:
+    """Whether what does not count lies between what does, anywhere in a row, and is of the same tokens."""
+    rows = counts.flatten(1)
+    begun, ahead = rows.cumsum(1) > 0, rows.flip(1).cumsum(1).flip(1) > 0
+    between = ~rows & begun & ahead
+    kinds, others = tokens[counts].unique(), tokens[~counts].unique()
+    is_alike = len(others) > 1 and bool(torch.isin(others, kinds).all())
+    return is_alike and float((~rows).double().mean()) > _SOME and float(between.any(0).double().mean()) > _MOSTLY

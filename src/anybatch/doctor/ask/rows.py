@@ -23,13 +23,12 @@ _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 _CUTTING = frozenset({"__getitem__", "narrow", "select"})
 _WHOLE = frozenset({"floor_divide", "__floordiv__", "long", "int", "floor", "trunc", "round"})
 _MOSTLY = 0.5
-_FEWEST, _LEAST_MARKS = 8, 2  # rows of which each is repeated, and how often
+_FEWEST = 8  # rows
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 _THROUGH = frozenset({"neg", "div", "mul"})
 _LEAST_WEIGHTS = 4
 _LOSSES = ("_loss", "cross_entropy", "_with_logits")  # how names of loss functions end
-_ORDERS, _SURELY, _BY_CHANCE = 50, 6.0, 2.0  # of rows by chance, and deviations of what these give
 _ASSIGNED = re.compile(r"\s*(\w+)\s*[-+]?=(?!=)")
 Pattern = tuple[int, int]
 
@@ -80,33 +79,6 @@ def rounded_alike(step: Step) -> Iterator[Probed]:
         if float(differ) > _MOSTLY and bool((two == two.flatten()[0]).all()):
             seen = {"least": float(one.min()), "most": float(one.max()), "value": float(two.flatten()[0])}
             yield said(operation, op=operation.kind.strip("_"), **seen)
-
-
-@asks("repeated rows")
-def repeated(step: Step) -> Iterator[Probed]:
-    """Whether numbers of rows are the batch over and over, where each row has one mark and as many others behind it."""
-    whole, given = step.rows, [step.leaves[one] for one in step.needed & step.inputs]
-    ids = [one for one in given if one.dtype == torch.int64 and one.shape == (whole,)]
-    for marks in (one.flatten() for one in given if one.numel() == whole and one.unique().numel() == 2):
-        (first,) = (marks != marks[0]).nonzero()[:1, 0].tolist()
-        times = next((one for one in _divisors(whole) if first < one and _is_tiled(marks, one)), whole)
-        few = whole // times
-        group = marks[:times]
-        is_one = min(int((group == value).sum()) for value in marks.unique()) == 1
-        if not is_one or few < _FEWEST or few == times or times < _LEAST_MARKS:
-            continue
-        over = [one for one in ids if _is_tiled(one, few)]
-        if len(over) < len(ids) and any(_are_drawn(one[:few]) for one in over):
-            yield said(step.loss, times=times, rows=whole)
-
-
-def _are_drawn(one: torch.Tensor) -> bool:
-    """Whether numbers are mostly different and in no order, as those of positions are."""
-    return one.unique().numel() > len(one) // 2 and bool((one.diff() < 0).any())
-
-
-def _is_tiled(one: torch.Tensor, size: int) -> bool:
-    return bool((one.view(-1, size) == one[:size]).all())
 
 
 def _order(rows: int) -> torch.Tensor:
@@ -219,59 +191,6 @@ def close(one: torch.Tensor, two: torch.Tensor) -> bool:
         return True
     a, b = one.double().nan_to_num(), two.double().nan_to_num()
     return float((a - b).abs().max()) <= _TOLERANCE * max(float(a.abs().max()), float(b.abs().max()), 1e-12)
-
-
-@asks("mixed groups")
-def mixed_groups(step: Step) -> Iterator[Probed]:
-    """Whether a mean is taken over rows that are no more alike than any, where those beside each other are, or others.
-
-    As a class has several rows one after the other, and a view puts the first of each class into one group.
-    """
-    for operation in step.used("mean", "sum"):
-        view = next(step.path(operation.given[0]), None)
-        dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
-        if view is None or view.name not in MOVING or dim not in (0, 1):
-            continue
-        count, of = step.values[view.outs[0]].shape[:2] if step.values[view.outs[0]].dim() > 2 else (0, 0)
-        rows = _rows_of(step, view.given[0])
-        if rows is None or len(rows) != count * of or min(count, of) < 2:
-            continue
-        size = (count, of)[dim]
-        places = torch.arange(len(rows))
-        beside, apart = places.reshape(-1, size), places.reshape(size, -1).T
-        taken, other = (apart, beside) if dim == 0 else (beside, apart)
-        alike = [_alike(rows, one) for one in (taken, other)]
-        if alike[1] < -_SURELY and alike[0] > -_BY_CHANCE:
-            seen: dict[str, Any] = {"first": taken[0].tolist(), "other": other[0].tolist()}
-            yield said(operation, op=operation.name, size=size, groups=len(taken), **seen)
-
-
-def _rows_of(step: Step, slot: Slot) -> torch.Tensor | None:
-    """The rows of the data that those of a tensor are made of, as far as it is cut out of all that were given."""
-    cuts: list[Operation] = []
-    for one in itertools.takewhile(lambda one: one.name in _CUTTING and len(one.given) == 1, step.path(slot)):
-        cuts.insert(0, one)
-        slot = one.given[0]
-    whole, data = step.values[slot], [step.leaves[one] for one in step.made_of(slot) & step.inputs]
-    data = [one for one in data if one.shape[:1] == (step.rows,) and one.is_floating_point()]
-    if len(data) != 1 or whole.shape[:1] != (step.rows,):
-        return None
-    rows = torch.arange(step.rows).reshape(-1, *[1] * (whole.dim() - 1)).expand(whole.shape)
-    for one in cuts:
-        rows = one.func(rows, *one.args[1:], **one.kwargs)
-    return data[0].flatten(1).double()[rows.flatten(1)[:, 0] if rows.dim() > 1 else rows]
-
-
-def _alike(rows: torch.Tensor, groups: torch.Tensor) -> float:
-    """How much nearer the rows of a group are to their mean than those of groups by chance, in deviations of these."""
-    generator = torch.Generator().manual_seed(3)
-
-    def spread(order: torch.Tensor) -> float:
-        each = rows[order].reshape(*groups.shape, -1)
-        return float((each - each.mean(1, keepdim=True)).square().mean())
-
-    chance = torch.tensor([spread(torch.randperm(len(rows), generator=generator)) for _ in range(_ORDERS)])
-    return (spread(groups.flatten()) - float(chance.mean())) / max(float(chance.std()), 1e-12)
 
 
 @asks("sums")

@@ -4,22 +4,20 @@ import ast
 import contextlib
 import functools
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.ask.compared import FUNCTIONS, GROWS, PUT, is_compared
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.marking import mark
 from anybatch.doctor.ask.steps import slots_of
 from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.ask.trials import Line, told
 from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.samples.inputs import mark
 from anybatch.doctor.samples.losscalls import LOSSES
-from anybatch.records.events import Backward, Epoch, Stepped
+from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -48,6 +46,7 @@ _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
 _TERMS = frozenset({"mean", "sum", *LOSSES})
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*FUNCTIONS, ast.For, ast.While)
 
 
@@ -189,66 +188,6 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
-
-
-def about_orders(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether what is predicted of batches in an order that is drawn is kept, and the labels beside it are not read."""
-    epochs, steps = [*run.of(Epoch)], [one.at for one in run.of(Stepped)]
-    ends = [one.at for one in epochs[1:]] + [math.inf]
-    drawn = {(one.file, one.line): one.batches for one, end in zip(epochs, ends, strict=False)
-             if one.shuffled and not any(one.at < step < end for step in steps)}  # fmt: skip
-    for (file, line), batches in drawn.items():
-        if (tree := tree_of(file)) is not None and line in predicting_loops(tree):
-            yield told("order lost", Line(file, line), batches=batches)
-
-
-def predicting_loops(tree: ast.Module) -> Iterator[int]:
-    """Lines of loops that read the first only of what they take, and keep what is later compared with labels.
-
-    Example:
-        >>> text = "for x, {} in loader:\\n  every.append(net(x))\\n  {}\\nevery == labels"
-        >>> [list(predicting_loops(ast.parse(text.format(*one)))) for one in (("_", ""), ("y", "ys.append(y)"))]
-        [[1], []]
-        >>> text = "for i, (x, y) in enumerate(loader):\\n  x, y = x.to(d), y.to(d)\\n  every[k:k + 8] = net(x)\\n"
-        >>> [list(predicting_loops(ast.parse(text + one))) for one in ("score(labels, every)", "every.std()")]
-        [[1], []]
-    """
-    for one in walked(tree):
-        if isinstance(one, ast.For):
-            read, line = _read(one), one.lineno
-            keeps = any(called(each) in PUT or _is_put_in_its_place(each) for each in walked(one))
-        elif isinstance(one, ast.ListComp) and len(one.generators) == 1:
-            read, line, keeps = frozenset(_loaded(one.elt)), one.lineno, True
-        else:
-            continue
-        names = _batch_of(one.target if isinstance(one, ast.For) else one.generators[0].target)
-        calls = [each for each in walked(one) if isinstance(each, ast.Call)]
-        given = [each for each in calls if called(each) not in PUT]
-        if len(names) < 2 or any(called(each) == "backward" for each in calls):
-            continue
-        is_given = any(names[0] in _loaded(arg) for each in given for arg in each.args)
-        is_alone = [name in read for name in names] == [True] + [False] * len(names[1:])
-        if keeps and is_given and is_alone and is_compared(tree, one, names[0]):
-            yield line
-
-
-def _batch_of(target: ast.expr) -> list[str]:
-    """What a loop calls the things that it takes at once, also beside a number of the round."""
-    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
-    inner = next((each for each in parts if isinstance(each, (ast.Tuple, ast.List))), None)
-    if inner is not None:
-        return _batch_of(inner)
-    return [each.id if isinstance(each, ast.Name) else "" for each in parts]
-
-
-def _is_put_in_its_place(node: ast.AST) -> bool:
-    """Whether a slice of something is given a value, or a name what it was with more at its end."""
-    if not isinstance(node, ast.Assign):
-        return False
-    grows = called(node.value) in GROWS
-    own = {each.id for each in node.targets if isinstance(each, ast.Name)}
-    to_slice = any(isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Slice) for each in node.targets)
-    return to_slice or (grows and bool(own & _loaded(node.value)))
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

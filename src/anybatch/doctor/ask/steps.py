@@ -91,6 +91,13 @@ class Step:
         return total(self.replay, self.loss)
 
     @property
+    def root(self) -> int:
+        """The number of a model that has a parameter of the step; -1 where none has."""
+        own = set(map(id, self.parameters.values()))
+        roots = (root for root, one in self.modules.items() if own & set(map(id, one.parameters())))
+        return next(roots, -1)
+
+    @property
     def inputs(self) -> set[Slot]:
         """What came from outside and is no parameter."""
         return self.leaves.keys() - self.parameters.keys()

@@ -1,6 +1,6 @@
-"""Questions that train or re-initialise a copy: initial loss, one batch, and whether labels belong to the inputs.
+"""Questions that train a copy: one batch, whether labels belong to the inputs, and whether a frozen part has to learn.
 
-For the last one batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the
+For labels, batches that were kept are shared out; a fresh copy of the model is fitted to one part, and so are the
 nearest neighbours of each input. Where neither knows more about the labels of the other part than how frequent they
 are, what the model learns are the samples by heart.
 """
@@ -8,15 +8,17 @@ are, what the model learns are the samples by heart.
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from anybatch.doctor.ask.fitting import fitted
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told, unwrapped
+from anybatch.doctor.ask.steps import OF_CLASSES, Step, asks, replayed, said
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told, unwrapped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -29,34 +31,33 @@ Batch = tuple[torch.Tensor, str, dict[str, Any]]
 """What a net was given first, and the loss function after it with its arguments."""
 
 
-class Loss:
-    """The loss of a run, computed again from outputs of a copy with the targets of its last call."""
+@asks("prior", of_rows=False)
+def prior(step: Step) -> Iterator[Probed]:
+    """Whether a loss of classes begins no higher than that of knowing nothing."""
+    for one in step.used(*OF_CLASSES):
+        scores = step.values[one.given[0]]
+        classes = scores.shape[1] if scores.dim() > 1 else scores.numel()
+        if classes > 1 and one.kwargs.get("reduction", "mean") == "mean":
+            first = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))
+            value, expected = float(first.values[one.outs[0]].detach()), math.log(classes)
+            answer = "yes" if value <= (1 + _NEAR) * expected else "no"
+            yield said(one, root=step.root, answer=answer, initial=value, prior=expected)
+    raise Unknown("no loss of classes was seen")
 
-    def __init__(self, trial: Trial, root: int, doctor: Any) -> None:
-        self._call = dict(getattr(doctor, "last_losses", None) or {}).get(root)
-        self.trial = trial
 
-    def __call__(self, outputs: Any) -> torch.Tensor:
-        """The loss."""
-        found = tensors(outputs)
-        if self._call is None:
-            scalars = [one for one in found if one.dim() == 0 and one.is_floating_point()]
-            if not scalars:
-                raise Unknown("the loss can't be rebuilt: its targets were not kept")
-            return scalars[0]
-        name, args, kwargs = self._call
-        function = getattr(functional, name, None)
-        if function is None or not args:
-            raise Unknown(f"the loss {name} can't be rebuilt")
-        wanted = args[0].shape
-        for one in found:
-            if one.shape == wanted or (one.numel() == args[0].numel() and one.shape[-1:] == wanted[-1:]):
-                try:
-                    result: torch.Tensor = function(one.reshape(wanted), *args[1:], **kwargs)
-                except FAILURES as error:
-                    raise Unknown(f"the loss can't be rebuilt: {error}"[:200]) from None
-                return result if result.dim() == 0 else result.mean()
-        raise Unknown("the loss can't be rebuilt: no output has the shape of its predictions")
+@asks("one batch", of_rows=False)
+def one_batch(step: Step) -> Iterator[Probed]:
+    """Whether a copy can fit the batch."""
+    start = step.kept.first_of(step.tape)
+    half = time.perf_counter() + max(0.0, step.until - time.perf_counter()) / 2
+    optimizer = torch.optim.Adam([*start.values()], lr=3e-3)
+    before, after, steps = fitted(step, start, optimizer, half, steps=_STEPS, seconds=math.inf)
+    answer = "unknown"
+    if math.isfinite(after) and after <= _FITTED * before:
+        answer = "yes"
+    elif steps == _STEPS and before > 0 and not after <= _STUCK * before:
+        answer = "no"
+    yield said(root=step.root, answer=answer, before=before, after=after, steps=steps)
 
 
 def fresh(module: nn.Module) -> nn.Module:
@@ -74,145 +75,104 @@ def fresh(module: nn.Module) -> nn.Module:
     return other
 
 
-def prior(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether a new copy's loss is that of knowing nothing."""
-    calls = [one for one in run.of(LossCall) if one.root in (root, -1) and one.classes > 1]
-    if not calls or calls[0].function not in ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits"):
-        raise Unknown("no classification loss was seen")
-    expected = math.log(calls[0].classes) if calls[0].function != "binary_cross_entropy_with_logits" else math.log(2)
-    module, loss = fresh(trial.module), Loss(trial, root, doctor)
-    try:
-        with torch.no_grad():
-            value = float(loss(module(*trial.inputs.args, **trial.inputs.kwargs)))
-    except FAILURES as error:
-        raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
-    near = math.isfinite(value) and abs(value - expected) <= _NEAR * expected
-    return told("prior", root=root, answer="yes" if near else "no", initial=value, prior=expected)
-
-
-def one_batch(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether a copy can fit the last batch."""
-    loss = Loss(trial, root, doctor)
-    try:
-        module = fresh(trial.module)
-    except Unknown:
-        module = copy.deepcopy(trial.module)
-    before, after, steps = trained(trial, module, loss, lambda p: torch.optim.Adam(p, lr=3e-3), _STEPS)
-    answer = "unknown"
-    if math.isfinite(after) and after <= _FITTED * before:
-        answer = "yes"
-    elif steps == _STEPS and before > 0 and not after <= _STUCK * before:
-        answer = "no"
-    return told("one batch", root=root, answer=answer, before=before, after=after, steps=steps)
-
-
-def trained(
-    trial: Trial, module: nn.Module, loss: Loss, optimizer: Callable[[Any], torch.optim.Optimizer], steps: int
-) -> tuple[float, float, int]:
-    """Trains a copy on the last input."""
-    module.train()
-    for one in module.modules():
-        if isinstance(one, nn.modules.dropout._DropoutNd):
-            one.eval()
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
-        raise Unknown("no parameter requires a gradient")
-    stepping = optimizer(parameters)
-    values: list[float] = []
-    half = time.perf_counter() + max(0.0, trial.until - time.perf_counter()) / 2
-    try:
-        with torch.enable_grad():
-            for _ in range(steps):
-                if time.perf_counter() > half:
-                    break
-                value = loss(module(*trial.inputs.args, **trial.inputs.kwargs))
-                values.append(float(value.detach()))
-                if not math.isfinite(values[-1]):
-                    break
-                stepping.zero_grad()
-                value.backward()
-                stepping.step()
-    except FAILURES as error:
-        raise Unknown(f"the copy could not be trained: {type(error).__name__}: {error}"[:300]) from None
-    if not values:
-        raise Unknown("there was no time left")
-    return values[0], values[-1], len(values)
-
-
-PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
-    ("prior", prior),
-    ("one batch", one_batch),
-]
-"""Each a name and a function of the copy, the run, the number of the root and the recorder."""
-
-
 _LEAST = 240
 _REPEATED = 0.05  # of the samples that came again, at least
-_FITTING_STEPS = 120
-_SECONDS = 6.0
-_NEIGHBOURS = 7
+_NEIGHBOURS, _MOST_COMPARED = 7, 1500  # samples
+_MOST_ROWS, _FEWEST_PARTS = 64, 6  # of the parts that samples are shared out to
 _ORDERS = 39  # of the labels, none of which may tell as much
 _LITTLE = 0.03  # of the loss of those who know how frequent the labels of the held-out part are
 
 
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
-    """Whether labels of classes, or targets of a distance, are related to what the model is given."""
-    if numbers := [one for one in kept.batches.get(root, ()) if one[1] in _DISTANCES]:
-        return _unrelated_numbers(numbers, module, root, until)
-    inputs, labels, width, is_fresh = _pairs(kept, root)
-    count = len(labels)
-    classes = int(labels.max()) + 1
-    half = count * 2 // 3
-    share = labels.bincount(minlength=classes).double() / count
-    expected = float((share**2).sum())
-    agreement, error = _neighbours(inputs, labels, expected)
-    evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
-    evidence |= {"fresh": is_fresh}  # none came twice, so that none can have been learned by heart
-    if agreement - expected > 3.5 * error or _correlated(inputs, labels, classes):
-        return told("labels", root=root, answer="no", **evidence)
+    """Whether labels of classes, or targets of a distance, are related to what the model is given.
+
+    Where neighbours and a straight line know nothing of them, a fresh copy is fitted to two thirds of the samples.
+    """
+    batches = _of_rows(kept.batches.get(root, ()))
+    _, name, given = batches[-1]
+    inputs, targets = torch.cat([one for one, *_ in batches]), torch.cat([one["target"] for *_, one in batches])
+    counted = _counted(targets, name).to(inputs.device)
+    once = _once(inputs[counted])
+    is_fresh = len(once) > (1 - _REPEATED) * int(counted.sum())  # none came twice, to be learned by heart
+    inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
+    labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh)
+    if labels is None:
+        _refuse_few(len(once), _LEAST_NUMBERS)
+        is_related = _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets)))
+    else:
+        seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
+        is_related = _agree(inputs, labels) or _correlated(inputs, labels, count)
+    if is_related:
+        return told("labels", root=root, answer="no", **seen)
     if module is None:
         raise Unknown("the model is gone")
-    guess = float(-(share.clamp_min(1e-12).log() * share).sum())
-    best, own = _fitted(fresh(unwrapped(module)), inputs, labels, width, half, until)
-    evidence |= {"held_out": best, "guess": guess}
-    if classes == 2 and best < (1 - _LITTLE) * own:
-        return told("labels", root=root, answer="no", **evidence)
-    noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
-    answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
-    return told("labels", root=root, answer=answer, **evidence)
-
-
-def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-    """Inputs and labels of classes, each input once, how many are told apart, and whether hardly any came twice.
-
-    0 classes are two of which one score tells, and -1 two of which one probability does.
-    """
-    found = [
-        (first, labels, width)
-        for first, name, given in kept.batches.get(root, ())
-        if (labels := _classes(given["target"], name)) is not None and len(labels) == len(first)
-        and (width := _width(name, given["shape"], len(first))) is not None
+    order, size = _order(len(once), 3), max(min(_MOST_ROWS, len(once) // _FEWEST_PARTS), 1)
+    options = {} if labels is not None else given  # weights of classes are in no guess
+    parts = [
+        (inputs[part], name, options | {"target": targets[part], "shape": (size, *given["shape"][1:])})
+        for part in order.split(size) if len(part) == size
     ]  # fmt: skip
-    found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
-    if any(not one.is_floating_point() for one, *_ in found):
+    cut = len(parts) * 2 // 3
+    best, held_out = _held_out(fresh(unwrapped(module)), parts, until, False), size * (len(parts) - cut)
+    # of two classes, what is known of how frequent they are in the rest is enough; of more, it differs by chance
+    guess = _guessed(parts[cut:] if labels is None or len(labels.unique()) == 2 else parts)
+    by_chance = max(_LITTLE * guess, _chance(labels, guess) / held_out**0.5)
+    answer = "yes" if best >= guess - by_chance else "no"
+    return told("labels", root=root, answer=answer, **seen, guess=guess, held_out=best)
+
+
+def _chance(labels: torch.Tensor | None, guess: float) -> float:
+    """How far the loss of a guess differs by chance: of numbers by itself, of classes by how frequent they are."""
+    if labels is None:
+        return guess
+    share = labels.bincount().double() / len(labels)
+    return 2.5 * float(share.clamp_min(1e-12).log().std()) if len(share) > 2 else 0.0
+
+
+def _of_rows(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of real numbers with a class, or numbers, for each row, all of one loss and as the last one is."""
+    numbers = [one for one in batches if one[1] in _DISTANCES]
+    found = [
+        (first, name, given) for first, name, given in numbers or batches
+        if first.dim() > 1 and len(given["target"]) == len(first) and _fits(given["target"], name, given["shape"])
+        and (not numbers or bool((given["target"] != given["target"][:1]).any()))
+    ]  # fmt: skip
+    found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:]]
+    if any(not first.is_floating_point() for first, *_ in found):
         raise Unknown("neighbours of symbols say nothing, and what is made of them may be hard to learn")
     if not found:
-        raise Unknown("no batches with one class for each row were kept")
-    if len({one[2] for one in found}) > 1:
+        raise Unknown("no batches with one class, or numbers, for each row were kept")
+    if len({(name, given["shape"][1:], given["target"].shape[1:]) for _, name, given in found}) > 1:
         raise Unknown("the losses are of different classes")
-    inputs = torch.cat([one[0] for one in found])
-    labels = torch.cat([one[1] for one in found]).to(inputs.device)
-    ignored = labels < 0
-    inputs, labels = inputs[~ignored], labels[~ignored]
-    once = _once(inputs)
-    is_fresh = len(once) > (1 - _REPEATED) * len(labels) and not _came_again(kept, [one[0] for one in found])
-    inputs, labels = inputs[once], labels[once]
+    return found
+
+
+def _fits(target: torch.Tensor, name: str, shape: Any) -> bool:
+    """Whether a loss compares one output with each target, or one for each class with the class of a row."""
+    if name in OF_CLASSES:
+        return _classes(target, name) is not None and len(shape) == 2
+    is_one = name in _DISTANCES or _classes(target, name) is not None
+    return is_one and math.prod(shape) == target.numel()
+
+
+def _counted(targets: torch.Tensor, name: str) -> torch.Tensor:
+    """Which rows are not left out, as those with a label below 0 are."""
+    labels = _classes(targets, name)
+    return torch.ones(len(targets), dtype=torch.bool) if labels is None else labels >= 0
+
+
+def _count_of(labels: torch.Tensor) -> int:
+    """How many classes there are, where none is nearly all and each may be learned."""
     counts = labels.bincount()
-    if len(labels) < _LEAST or int((counts > 0).sum()) < 2 or len(labels) < 12 * int((counts > 0).sum()):
-        raise Unknown(f"{len(labels)} different samples were kept, which are too few")
+    _refuse_few(len(labels), max(_LEAST, 12 * int((counts > 0).sum())))
     if float(counts.max()) > 0.9 * len(labels):
         raise Unknown("nearly all labels are of one class")
-    return inputs, labels, int(found[0][2]), is_fresh
+    return len(counts)
+
+
+def _refuse_few(count: int, least: int) -> None:
+    if count < least:
+        raise Unknown(f"{count} different samples were kept, which are too few")
 
 
 def _once(rows: torch.Tensor) -> torch.Tensor:
@@ -229,9 +189,10 @@ def _marks_of(rows: torch.Tensor) -> list[float]:
     return marks
 
 
-def _came_again(kept: Kept, batches: Sequence[torch.Tensor]) -> bool:
+def _came_again(kept: Kept, kept_batches: Sequence[Batch]) -> bool:
     """Whether a step was given samples of another batch again, so that they may be learned by heart."""
     given = [tape.leaves[slot] for tape in kept.tapes.values() for slot in tape.leaves.keys() - tape.parameters.keys()]
+    batches = [first for first, *_ in kept_batches]
     for leaf in given:
         if leaf.shape[1:] == batches[0].shape[1:] and leaf.dim() > 1 and leaf.is_floating_point():
             one = leaf.detach().to(batches[0].device)  # where sums of the same numbers have the same last bits
@@ -251,21 +212,15 @@ def _classes(target: torch.Tensor, name: str) -> torch.Tensor | None:
     return target.flatten().long() if is_binary else None
 
 
-def _width(name: str, shape: Any, rows: int) -> int | None:
-    if name.startswith("binary"):
-        return -(name == "binary_cross_entropy") if math.prod(shape) == rows else None
-    return int(shape[1]) if len(shape) == 2 else None
-
-
-def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
-    """The share of nearest neighbours with the same label, and how far it may lie from chance."""
-    flat = inputs.reshape(len(inputs), -1).double()[:1500]
+def _agree(inputs: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether nearest neighbours have the same label more often than by chance."""
+    flat = inputs.reshape(len(inputs), -1).double()[:_MOST_COMPARED]
     flat = (flat - flat.mean(0)) / flat.std(0).clamp_min(1e-6)
-    distances = torch.cdist(flat, flat)
-    distances.fill_diagonal_(float("inf"))
-    nearest = distances.topk(_NEIGHBOURS, largest=False).indices
-    same = (labels[: len(flat)][nearest] == labels[: len(flat), None]).double()
-    return float(same.mean()), (expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2)) ** 0.5
+    nearest = torch.cdist(flat, flat).fill_diagonal_(math.inf).topk(_NEIGHBOURS, largest=False).indices
+    agreement = float((labels[: len(flat)][nearest] == labels[: len(flat), None]).double().mean())
+    expected = float((labels.bincount().double() / len(labels)).square().sum())
+    error = math.sqrt(expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2))
+    return agreement - expected > 3.5 * error
 
 
 def _correlated(inputs: torch.Tensor, labels: torch.Tensor, classes: int) -> bool:
@@ -293,51 +248,6 @@ def _correlated_with(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _order(count: int, seed: int) -> torch.Tensor:
     """Numbers in an order that is the same on every device; a tensor of any device can be indexed with it."""
     return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-
-
-def _fitted(
-    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float
-) -> tuple[float, float]:
-    """The lowest loss on the held-out part while a model is fitted to the other one, and that of its own shares."""
-    order = _order(len(labels), 3)
-    inputs, labels = inputs[order], labels[order]
-    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
-    end, best = min(until, time.perf_counter() + _SECONDS), float("inf")
-    try:
-        for step in range(_FITTING_STEPS):
-            model.train()
-            at = step * 64 % max(half - 63, 1)
-            part = slice(at, min(at + 64, half))
-            loss = nn.functional.cross_entropy(_logits(model, inputs[part], width), labels[part])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 9:
-                model.eval()
-                with torch.no_grad():
-                    best = min(
-                        best, float(nn.functional.cross_entropy(_logits(model, inputs[half:], width), labels[half:]))
-                    )
-            if time.perf_counter() > end:
-                if step < 40:
-                    raise Unknown("there was no time left")
-                break
-    except FAILURES as error:
-        raise Unknown(f"a copy could not be fitted: {error}"[:200]) from None
-    own = labels[half:].bincount().double() / (len(labels) - half)
-    return best, float(-(own.clamp_min(1e-12).log() * own).sum())
-
-
-def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
-    rows = len(inputs)
-    found = [one for one in tensors(model(inputs)) if one.shape == (rows, width) or (width < 1 and one.numel() == rows)]
-    if len(found) != 1:
-        raise Unknown(f"{len(found)} outputs have a row of classes for each input")
-    made = found[0].to(inputs.device)  # where the labels are
-    if width > 0:
-        return made
-    score = made.flatten() if width == 0 else made.flatten().clamp(1e-6, 1 - 1e-6).logit()
-    return torch.stack((torch.zeros_like(score), score), 1)
 
 
 _AS_A_GUESS, _KNOWN = 0.9, 0.85  # of the loss of a constant guess
@@ -413,8 +323,8 @@ def _guessed(batches: list[Batch]) -> float:
     name, target = batches[0][1], torch.cat([one["target"] for _, _, one in batches])
     if name == _OF_SCORES:
         constant = target.mean(0).clamp(1e-6, 1 - 1e-6).logit()
-    elif name not in _DISTANCES:
-        share = target[target >= 0].bincount().double() / max(int((target >= 0).sum()), 1)
+    elif (labels := _classes(target, name)) is not None:
+        share = labels[labels >= 0].bincount().double() / max(int((labels >= 0).sum()), 1)
         return float(-(share.clamp_min(1e-12).log() * share).sum())
     else:
         constant = target.median(0).values if name == "l1_loss" else target.mean(0)
@@ -457,52 +367,13 @@ def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, 
     return found
 
 
-_PARTS = 30  # that unrelated samples are shared out to
 _LEAST_NUMBERS = 150
 _KNOWS = 3.0  # standard errors of a correlation
 
 
-def _unrelated_numbers(batches: list[Batch], module: nn.Module | None, root: int, until: float) -> Probed:
-    """Whether neighbours, a straight line and a copy all know no more of other targets than their mean."""
-    like = [one[0].shape[1:] for one in batches[-1:]]
-    batches = [
-        (first, name, given) for first, name, given in batches
-        if first.dim() > 1 and first.is_floating_point() and [first.shape[1:]] == like and _differ(given["target"])
-        and len(given["target"]) == len(first) and math.prod(given["shape"]) == given["target"].numel()
-    ]  # fmt: skip
-    if not batches:
-        raise Unknown("no batches with numbers as targets were kept")
-    inputs, targets = (
-        torch.cat(some) for some in zip(*((one, given["target"]) for one, _, given in batches), strict=True)
-    )
-    once = _once(inputs)
-    seen: dict[str, Any] = {"samples": len(once), "fresh": len(once) > (1 - _REPEATED) * len(targets)}
-    inputs, targets = inputs[once], targets[once.to(targets.device)]
-    if len(once) < _LEAST_NUMBERS:
-        raise Unknown(f"{len(once)} different samples were kept, which are too few")
-    if _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets))):
-        return told("labels", root=root, answer="no", **seen)
-    if module is None:
-        raise Unknown("the model is gone")
-    order, size = _order(len(once), 3), max(len(once) // _PARTS, 1)
-    _, name, given = batches[-1]
-    parts = [
-        (inputs[part], name, given | {"target": targets[part], "shape": (size, *given["shape"][1:])})
-        for part in order.split(size) if len(part) == size
-    ]  # fmt: skip
-    guess, best = _guessed(parts[len(parts) * 2 // 3 :]), _held_out(fresh(unwrapped(module)), parts, until, False)
-    seen |= {"guess": guess, "held_out": best}
-    by_chance = max(_LITTLE, (size * (len(parts) - len(parts) * 2 // 3)) ** -0.5)
-    return told("labels", root=root, answer="yes" if best > (1 - by_chance) * guess else "no", **seen)
-
-
-def _differ(targets: torch.Tensor) -> bool:
-    return bool((targets != targets[:1]).any())
-
-
 def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether nearest neighbours, or a straight line, know something of targets."""
-    inputs, targets = inputs[:1500], targets[:1500].to(inputs.device)
+    inputs, targets = inputs[:_MOST_COMPARED], targets[:_MOST_COMPARED].to(inputs.device)
     one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
     distances = torch.cdist(one, one).fill_diagonal_(math.inf)
     near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)

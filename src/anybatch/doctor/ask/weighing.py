@@ -7,11 +7,9 @@ import linecache
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, takewhile
-from typing import Any
+from itertools import takewhile
 
 import torch
-import torch.nn.functional as F
 
 from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, following, said, slots_of
 from anybatch.doctor.ask.tape import Loss, Operation, Slot
@@ -49,9 +47,6 @@ _TURNED = frozenset({"rsub", "sub", "neg"})
 _NEGATIONS = frozenset({"ne", "logical_not", "bitwise_not", "__invert__"})
 _LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
-_CLEAR = 0.55  # the share of the label of a mixed row that counts more
-_FEWEST = 8  # mixed rows whose labels differ
-_SURE = 4.0  # standard errors
 _FILLING = frozenset({"fill_diagonal_", "__getitem__", "view", "reshape", "clone", "sub"})
 _NOTHING_TOLD = 0.9  # of the loss of a guess: what is left of it with the best directions
 
@@ -265,53 +260,6 @@ def rewarded(step: Step) -> Iterator[Probed]:
     rises, operation = max(found, key=lambda one: abs(one[0]))
     is_wrong = rises > 0 and operation not in costs
     yield said(operation, answer="yes" if is_wrong else "no", slope=rises, products=len(found))
-
-
-@asks("turned quantiles")
-def turned_quantiles(step: Step) -> Iterator[Probed]:
-    """Whether a loss asks later columns of a prediction for lower quantiles, by predictions minus targets.
-
-    The loss of a quantile falls with each prediction below its target by that share, and rises with each above it by
-    the rest. With the error turned round it is that of one minus the quantile, and the columns come in another order.
-    """
-    found: list[tuple[Operation, float]] = []
-    for operation in step.used("sub"):
-        sides = [step.values[one] for one in operation.given]
-        if len(sides) == 2 and sides[0].requires_grad and not sides[1].requires_grad:
-            (slope,) = step.slopes(operation.outs[0])
-            errors = step.values[operation.outs[0]].detach()
-            if slope is None:
-                continue
-            is_wide = errors.dim() > 1 and errors.shape[-1] <= _FEW and sides[1].shape != errors.shape
-            columns = zip(errors.unbind(-1), slope.unbind(-1), strict=True) if is_wide else [(errors, slope)]
-            found += [(operation, share) for one in columns for share in _quantile(*one)]
-    found.sort(key=lambda one: _column(step, one[0]))  # upper and lower ones may be asked in any order
-    shares = [share for _, share in found]
-    turned = len(shares) > 1 and all(after < before - _UNIT for before, after in pairwise(shares))
-    if turned:
-        yield said(found[0][0], quantiles=[round(one, 4) for one in shares], first=shares[0], last=shares[-1])
-
-
-def _column(step: Step, operation: Operation) -> int:
-    """Of which column of a tensor an error is; 0 where that is not seen."""
-    makers = [one for one in step.operations if operation.given[0] in one.outs]
-    numbers = [one for maker in makers if maker.name in ("__getitem__", "select") for one in _numbers(maker.args)]
-    return numbers[-1] if numbers else 0
-
-
-def _numbers(value: Any) -> Iterator[int]:
-    for one in value if isinstance(value, (list, tuple)) else ():
-        if type(one) is int:
-            yield one
-        yield from _numbers(one)
-
-
-def _quantile(errors: torch.Tensor, slope: torch.Tensor) -> Iterator[float]:
-    """The quantile that a loss is least at, if it has one slope above it and one below."""
-    above, below = slope[errors > 0], slope[errors < 0]
-    is_even = all(len(one) > 1 and bool(((one - one[0]).abs() <= _UNIT * one[0].abs()).all()) for one in (above, below))
-    if is_even and bool(above[0] > 0 > below[0]):
-        yield float(-below[0] / (above[0] - below[0]))
 
 
 @asks("flat scores")
@@ -565,33 +513,3 @@ def _is_all(step: Step, made: Slot) -> bool:
 def _is_probability(step: Step, slot: Slot, *names: str) -> bool:
     made = next((one for one in step.path(slot) if one.kind not in _THROUGH), None)
     return made is not None and made.name in names
-
-
-@asks("mixed apart")
-def mixed_apart(step: Step) -> Iterator[Probed]:
-    """Whether a model finds in its inputs the label that counts less, more than the one that counts more.
-
-    Mixup gives each row two labels: its own, and that of another row of the batch. A loss of both has the same scores
-    and the same labels in two orders.
-    """
-    for one, other in combinations(step.used("cross_entropy"), 2):
-        (scores, *labels), (same, *others) = one.given, other.given
-        if scores != same or len(labels) != 1 or len(others) != 1:
-            continue
-        both = [step.values[labels[0]], step.values[others[0]]]
-        if both[0].dtype != torch.int64 or not torch.equal(both[0].flatten().sort()[0], both[1].flatten().sort()[0]):
-            continue
-        first, second = (
-            0.0 if slope is None else float(slope.sum()) for slope in step.slopes(one.outs[0], other.outs[0])
-        )
-        share, rest = max(first, second) / (first + second), min(first, second) / (first + second)
-        heavy, light = both if first > second else both[::-1]
-        if first <= 0 or second <= 0 or share < _CLEAR or int((heavy != light).sum()) < _FEWEST:
-            break
-        found = [F.cross_entropy(step.values[scores].detach(), y, reduction="none") for y in (heavy, light)]
-        more = (found[0] - found[1])[heavy != light].double()
-        sure = float(more.mean() / (more.std() / len(more) ** 0.5).clamp_min(1e-12))
-        answer = "yes" if sure > _SURE else "no" if sure < -_SURE else "unknown"
-        of_heavy, of_light = (float(each.mean()) for each in found)
-        yield said(one, answer=answer, share=share, rest=rest, heavy=of_heavy, light=of_light)
-    raise Unknown("no labels in two orders were seen that clearly count differently")

@@ -18,9 +18,8 @@ from anybatch.doctor.recording.modes import reissued
 from anybatch.doctor.recording.naming import user_place, variable_of
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording
-from anybatch.doctor.samples.inputs import data_of, rounded_fields, standardised
+from anybatch.doctor.samples.inputs import data_of, standardised
 from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
-from anybatch.records.lossfacts import Probed
 
 _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 
@@ -114,10 +113,6 @@ class LoaderHooks:
             self._seen(loader)
             if number < _MOST_SETS:
                 self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
-                found = rounded_fields(getattr(loader, "dataset", None))
-                if found is not None:
-                    place, seen = self._recording.place(), found._asdict()
-                    self._recording.tell(Probed(probe="rounded", root=-1, answer="yes", evidence=seen, **place))
         self._given[iterator] = [number, 0]
         sampler = getattr(loader, "sampler", None)
         self._recording.tell(

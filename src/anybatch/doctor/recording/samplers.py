@@ -11,7 +11,7 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.frames import is_interruption
-from anybatch.doctor.recording.describing import rows_of, without_graph
+from anybatch.doctor.recording.describing import rows_of
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
@@ -42,7 +42,6 @@ class Samplers:
         # of the roots that ran last: the module, and what its last forward with gradient was given, without graphs
         self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
         # for these roots the name and the arguments of the last loss of torch on a sampled step
-        self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
         self._failed: set[str] = set()
         self._running = ExitStack()
         self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
@@ -172,8 +171,6 @@ class Samplers:
                     del self.last_inputs[number]
             while len(self.last_inputs) > _MOST_ROOTS:
                 del self.last_inputs[next(iter(self.last_inputs))]
-            for number in self.last_losses.keys() - self.last_inputs.keys():
-                del self.last_losses[number]
             self.kept.release()
 
     # backwards
@@ -211,9 +208,6 @@ class Samplers:
             self.safely("kept", self.kept.evaluated, root, arguments["target"])
         elif root in self.last_inputs:
             self.safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
-            values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
-            first = tuple(list(values)[:2])
-            self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
 
     def _emit_call(self, fact: Fact) -> None:
         number = self._recording.emit(fact)

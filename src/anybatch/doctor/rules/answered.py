@@ -39,13 +39,11 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not well": lambda run, probed: not learned_well(run),
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
-    "printed otherwise": lambda run, probed: 'prints "' in outcome(run).said,
     "alone": lambda run, probed: not adversarial(run),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
     "of one row": lambda run, probed: "one row" in probed.detail,
     "of a table": lambda run, probed: "table" in probed.detail,
-    "no layers": lambda run, probed: not run.answers("layers"),
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
 }

@@ -1,7 +1,9 @@
-"""What else is seen: running statistics, ties, parameters without a step, memory, replicas."""
+"""What else is seen: running statistics, ties, weights changed by no step or drawn anew, memory, replicas."""
 
 import sys
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from anybatch.doctor.recording.describing import wrapper_of
 from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
+from anybatch.doctor.samples.inputs import some_of
 from anybatch.memory.meter import resident_bytes
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.samples import Buffers, Memory, Tied, Written
@@ -97,7 +100,7 @@ class TieSampler:
             if len(group) < 2:
                 continue
             with torch.no_grad():
-                prints = torch.stack([_entries(values, 16).double() for _, values in group]).tolist()
+                prints = torch.stack([some_of(values, 16).double() for _, values in group]).tolist()
             first: dict[tuple[float, ...], tuple[int, torch.Tensor]] = {}
             for print_of_it, (number, values) in zip(map(tuple, prints), group, strict=True):
                 if len(set(print_of_it)) < 2 or len(self._pairs) >= _MOST_PAIRS:
@@ -146,13 +149,7 @@ class HandWrites:
 
 def _some(tensor: torch.Tensor) -> torch.Tensor | None:
     values = plain(tensor)
-    return None if values is None or not values.numel() else _entries(values.detach(), _WATCHED_ENTRIES)
-
-
-def _entries(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Evenly spaced entries."""
-    flat = values.reshape(-1)
-    return flat[:: max(1, flat.numel() // count)][:count]
+    return None if values is None or not values.numel() else some_of(values, _WATCHED_ENTRIES)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -213,3 +210,80 @@ class ReplicaWatch:
     def _name(self, root: int, inner: torch.nn.Module) -> str:
         model = self._numbering.models[root]
         return model.variable if model.module() is inner else f"{model.variable}.module".lstrip(".")
+
+
+_ENTRIES, _LEAST_ENTRIES, _MOST_DRAWN = 256, 64, 32
+
+_TINY = 1e-30
+_RELATED = 0.5
+"""A part of the square of the weights: a step leaves their product with the next ones near 1, new ones near 0."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """The largest matrix of an optimizer."""
+
+    weight: "weakref.ref[torch.Tensor]"
+    before: torch.Tensor
+    shape: torch.Size
+    step: int  # from one of the entries to the next
+    looks: int = 0
+    drawn: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # the look, and what came
+    after: torch.Tensor | None = None  # a step, as long as the next one has not begun
+    kept: list[float] = field(
+        default_factory=list
+    )  # cosines of what a step changed and what of it was there at the next
+
+
+class Redraws:
+    """Looks before each step; only on a CPU, since each look would wait for another device."""
+
+    def __init__(self) -> None:
+        self.optimizers: dict[int, Watched] = {}
+        self.without = set[int]()  # optimizers without a matrix that tells
+
+    def look(self, number: int, optimizer: Any) -> None:
+        """Is told that an optimizer is about to step."""
+        known = self.optimizers.get(number)
+        if known is None:
+            weights = (one for group in optimizer.param_groups for one in group["params"] if _is_plain(one))
+            weight = max(weights, key=torch.Tensor.numel, default=None)
+            if weight is None or weight.numel() < _LEAST_ENTRIES:
+                self.without.add(number)
+            else:
+                step = max(1, weight.numel() // _ENTRIES)
+                entries = weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
+                self.optimizers[number] = Watched(weakref.ref(weight), entries, weight.shape, step)
+            return
+        weight = known.weight()
+        if weight is None or weight.shape != known.shape or len(known.drawn) >= _MOST_DRAWN:
+            return
+        if not weight.is_cpu or weight.dtype != known.before.dtype:
+            return
+        now = weight.detach().as_strided(known.before.shape, (known.step,)).clone()
+        before, after, known.after = known.before, known.after, None
+        known.looks, known.before = known.looks + 1, now
+        if after is not None and len(known.kept) < _MOST_DRAWN and (moved := after - before).any():
+            left = now - before
+            known.kept.append(float(torch.dot(left, moved) / (left.norm() * moved.norm()).clamp_min(_TINY)))
+        if float(torch.dot(before, now)) < _RELATED * float(torch.dot(before, before)):  # as in ``related``
+            known.drawn.append((known.looks, now))
+
+    def look_after(self, number: int) -> None:
+        """Is told that an optimizer has made a step that is measured."""
+        known = self.optimizers.get(number)
+        weight = None if known is None else known.weight()
+        if known is None or weight is None or weight.shape != known.shape or len(known.kept) >= _MOST_DRAWN:
+            return
+        if weight.is_cpu and weight.dtype == known.before.dtype:
+            known.after = weight.detach().as_strided(known.before.shape, (known.step,)).clone()
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    is_dense = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout is torch.strided
+    return is_dense and weight.is_contiguous() and weight.is_cpu and weight.dim() > 1 and weight.is_floating_point()
+
+
+def related(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether weights go on from others; those that are zero or not finite can't be told to be new ones."""
+    return not float(torch.dot(one, other)) < _RELATED * float(torch.dot(one, one))

@@ -11,7 +11,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
-from anybatch.doctor.samples.lossgraphs import SCORES
+from anybatch.doctor.samples.walking import SCORES
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Drawn, Scored
 

@@ -1,18 +1,18 @@
-"""What a model is called with, and what the columns of its data set tell: range, hash, scaling, rounding."""
+"""What a model is called with and holds: range, hash, scaling, and what tells the values of tensors from others."""
 
+import functools
 import hashlib
 import itertools
 import math
 from collections import UserDict
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
 from anybatch.doctor.values import entries_of
 from anybatch.records.samples import InputSample
-from anybatch.tensors.dispatch import unseen
+from anybatch.tensors.dispatch import has_numbers, unseen
 
 _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
@@ -149,64 +149,53 @@ def standardised(data: torch.Tensor | None) -> tuple[int, int, float]:
     return exact, len(mean), float(data[:_LEAST].detach().double().sum())
 
 
-_LEAST_ROUNDED, _MOST, _FIELDS = 64, 1 << 14, 16
-_LARGE = 1 << 17  # below that float32 has two digits behind the point, and what looks alike is rounding of results
-_LEAST_VALUES = 32
-_TIES = 0.05  # of the entries
-_NEXT = 0.1  # of the neighbours that are the next number that float32 has
-
-
-class Rounded(NamedTuple):
-    """Where neighbours have become one."""
-
-    field: str
-    spacing: float  # between two numbers of float32 of this size
-    size: float  # of them
-    ties: float  # the share of those that have become equal to another one
-
-
-def rounded_fields(dataset: Any) -> Rounded | None:
-    """The first column of what a data set holds in float32 in which neighbours have become one."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
-    for name, column in list(_columns(held))[:_FIELDS]:
-        if (found := rounded(column)) is not None:
-            return Rounded(name, *found)
-    return None
-
-
-def _columns(held: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in held.items():
-        for held_one in value if isinstance(value, tuple) else (value,):
-            is_array = type(held_one).__name__ == "ndarray" and str(held_one.dtype) == "float32"
-            one = torch.from_numpy(held_one[:_MOST].copy()) if is_array and held_one.ndim else held_one
-            if type(one) is torch.Tensor and one.is_cpu and one.dim() in (1, 2) and one.layout is torch.strided:
-                yield from ((name, column) for column in (one[:, None] if one.dim() == 1 else one).T[:_FIELDS])
+def mark(tensor: torch.Tensor) -> Any:
+    """What tells the values of a tensor from others."""
+    return _marks_of([tensor])[0]
 
 
 @unseen
-def rounded(column: torch.Tensor) -> tuple[float, float, float] | None:
-    """The spacing of float32 at the size of a column, that size, and the share of ties; ``None`` where it will do.
+def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The same of several, with one wait for each precision and device."""
+    found, kinds = [tuple[Any, ...](one.shape) for one in tensors], dict[Any, list[tuple[int, torch.Tensor]]]()
+    for position, one in enumerate(tensors):
+        is_plain = type(one) in (torch.Tensor, torch.nn.Parameter) and has_numbers(one)
+        if is_plain and one.numel() and not one.is_complex():
+            kinds.setdefault((one.dtype, one.device), []).append((position, some_of(one, 64)))
+    for group in kinds.values():
+        flat = torch.cat([some for _, some in group]).cpu().double()
+        for (position, _), some in zip(group, flat.split([some.numel() for _, some in group]), strict=True):
+            found[position] = found[position], float(some.dot(_weights(some.numel())))
+    return found
 
-    Example:
-        >>> stamps = 1.7e9 + 40 * torch.arange(400, dtype=torch.float64)
-        >>> rounded(stamps.float()), rounded(stamps), rounded((stamps - stamps[0]).float())
-        ((128.0, 1700007936.0, 0.685), None, None)
-    """
-    if column.dtype is not torch.float32 or len(column) < _LEAST_ROUNDED:
-        return None
-    values = column[:_MOST].detach()
-    size = values.abs().median()
-    if not bool(values.isfinite().all()) or float(size) < _LARGE:
-        return None
-    spacing = float(size.nextafter(size.new_tensor(torch.inf)).double() - size.double())
-    if spacing <= 1 and bool((values == values.round()).all()):
-        return None  # whole numbers are exact there
-    different = values.unique()
-    ties = 1 - len(different) / len(values)
-    steps = different.diff().double()
-    own = different.nextafter(different.new_tensor(torch.inf)).double() - different.double()
-    beside = float((steps <= 1.5 * own[:-1]).double().mean())
-    is_rounded = len(different) >= _LEAST_VALUES and ties > _TIES and beside > _NEXT
-    return (spacing, float(size), ties) if is_rounded else None
+
+@functools.cache
+def _weights(count: int) -> torch.Tensor:
+    """By which entries are told from each other; at most of as many counts as a mark has entries."""
+    with torch.inference_mode(False):
+        return torch.linspace(1, 2, count, dtype=torch.float64, device="cpu")
+
+
+def some_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Evenly spaced entries of a tensor; all of a small one."""
+    given = tensor.detach()
+    if not given.is_contiguous() and given.numel() > most:  # a copy of what is expanded would be huge
+        each = max(2, math.floor(most ** (1 / given.dim())))
+        given = given[tuple(slice(None, None, -(-size // each)) for size in given.shape)]
+    flat = given.reshape(-1)
+    return flat[:: across(given, flat.numel() // most)][:most]
+
+
+def versions_of(module: torch.nn.Module) -> dict[str, Any]:
+    """For each tensor of a module's state how often it was written to, and where it lies."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    kept = set(module.state_dict(keep_vars=True))
+    return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
+
+
+@unseen
+def marks(module: torch.nn.Module) -> dict[str, Any]:
+    """For each parameter and buffer what tells its values from others."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    known = {name: one for name, one in tensors if one.layout is torch.strided and not one.is_meta}
+    return dict(zip(known, _marks_of([*known.values()]), strict=True))

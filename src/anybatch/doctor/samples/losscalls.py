@@ -14,7 +14,7 @@ from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.recording.recordings import Depth
 from anybatch.doctor.samples.guesses import Guesses, Targets
-from anybatch.doctor.samples.lossgraphs import top
+from anybatch.doctor.samples.walking import top
 from anybatch.doctor.values import entries_of
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.graphs import Graph, inputs_first, is_custom, leaf_of, outputs_first, raw_saved
-from anybatch.doctor.samples.lossgraphs import shape_of
+from anybatch.doctor.samples.walking import shape_of
 
 _LOGARITHMS = ("LogBackward0", "Log2Backward0", "Log10Backward0")
 _SPREADS = ("StdBackward0", "VarBackward0", "StdMeanBackward0", "VarMeanBackward0")
