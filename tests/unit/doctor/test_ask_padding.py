@@ -62,7 +62,7 @@ def asked(kind: str, *, length: int = 12, masked: bool = False) -> Any:
     for row in range(8):
         tokens[row, 4 + row % 5 :] = 0
     given = (tokens, (tokens != 0).float()) if masked else (tokens,)
-    return padding_read(Trial(Text(kind), given, {}, 2.0**40), Run([]), 0, None)
+    return padding_read(Trial(Text(kind), given, {}, 2.0**40), Run([]), 0)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])

@@ -66,9 +66,10 @@ class Guesses:
         counts = torch.bincount(target, minlength=classes).cpu().double()
         if counts.numel() > classes or (target.numel() == classes and counts.max() == 1):  # a contrast of pairs
             return None
-        (seen, within, calls), number = self._add(
+        known, number = self._add(
             (name, classes), torch.stack([counts, counts > 0, torch.ones_like(counts)]), target.numel()
         )
+        seen, within, calls = known.unbind()
         if target.numel() == every:  # what has no label may be of any class
             self.absent = _absent(seen, within, int(calls[0]), number)
         different = int((seen > 0).sum())
