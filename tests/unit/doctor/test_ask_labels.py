@@ -9,6 +9,7 @@ from torch import nn
 
 from answer_runs import EVIDENCE
 from answer_runs import asked as answered
+from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Printed, Probed
@@ -107,3 +108,34 @@ def test_what_is_right_by_chance_alone_is_not_learned(label: str, value: float, 
     )  # fmt: skip
     found = outcome(little.run())
     assert (found.word, "guesses one of 5 classes" in found.said) == (word, word == "undecided")
+
+
+def masks(*, other: bool, with_channel: bool, steps: int = 160) -> Doctor:
+    """A record of a net that finds bright squares in noise, whose masks are its own or those of the row before."""
+    torch.manual_seed(0)
+    pictures, wanted = torch.randn(800, 1, 12, 12) * 0.3, torch.zeros(800, 12, 12)
+    for row in range(800):
+        top, left = torch.randint(0, 8, (2,)).tolist()
+        wanted[row, top : top + 4, left : left + 4] = 1.0
+    pictures[:, 0] += wanted
+    wanted = wanted.roll(1, 0) if other else wanted
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1 if with_channel else 2, 3, padding=1))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    with Doctor() as doctor:
+        for step in range(steps):
+            index = torch.randperm(800)[:16] if step else torch.arange(16)
+            target, made = wanted[index], net(pictures[index])
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(made, target[:, None]) if with_channel else None
+            (F.cross_entropy(made, target.long()) if loss is None else loss).backward()
+            optimizer.step()
+    for one in run_probes(doctor):
+        doctor.emit(one)
+    return doctor
+
+
+@pytest.mark.parametrize("with_channel", [True, False])
+def test_labels_unrelated_fires_on_masks_of_other_pictures(with_channel: bool) -> None:
+    fires(masks(other=True, with_channel=with_channel).run, "LABELS_UNRELATED", "warning")
+    for steps in (160, 40):  # also where it has hardly begun to learn
+        quiet(masks(other=False, with_channel=with_channel, steps=steps).run, "LABELS_UNRELATED")

@@ -97,7 +97,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
     labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh)
     if labels is None:
-        _refuse_few(len(once), _LEAST_NUMBERS)
+        _refuse_few(len(once), _LEAST_MASKS if _is_mask(targets, name) else _LEAST_NUMBERS)
         is_related = _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets)))
     else:
         seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
@@ -150,9 +150,18 @@ def _of_rows(batches: Sequence[Batch]) -> list[Batch]:
 def _fits(target: torch.Tensor, name: str, shape: Any) -> bool:
     """Whether a loss compares one output with each target, or one for each class with the class of a row."""
     if name in OF_CLASSES:
-        return _classes(target, name) is not None and len(shape) == 2
-    is_one = name in _DISTANCES or _classes(target, name) is not None
+        is_mask = _is_mask(target, name) and (shape[0], *shape[2:]) == target.shape
+        return is_mask or (_classes(target, name) is not None and len(shape) == 2)
+    is_one = name in _DISTANCES or _is_mask(target, name) or _classes(target, name) is not None
     return is_one and math.prod(shape) == target.numel()
+
+
+def _is_mask(target: torch.Tensor, name: str) -> bool:
+    """Whether there is a target for each pixel."""
+    is_known = name == _OF_SCORES or (
+        name in OF_CLASSES and not target.is_floating_point() and bool((target >= 0).all())
+    )
+    return is_known and target.dim() > 2 and target.numel() <= _MOST_PIXELS
 
 
 def _counted(targets: torch.Tensor, name: str) -> torch.Tensor:
@@ -326,6 +335,9 @@ def _guessed(batches: list[Batch]) -> float:
     elif (labels := _classes(target, name)) is not None:
         share = labels[labels >= 0].bincount().double() / max(int((labels >= 0).sum()), 1)
         return float(-(share.clamp_min(1e-12).log() * share).sum())
+    elif name in OF_CLASSES:  # of pixels
+        shares = functional.one_hot(target).double().mean(0)
+        return float(torch.special.entr(shares).sum(-1).mean())
     else:
         constant = target.median(0).values if name == "l1_loss" else target.mean(0)
     return float(getattr(functional, name)(constant.expand_as(target), target))
@@ -367,7 +379,8 @@ def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, 
     return found
 
 
-_LEAST_NUMBERS = 150
+_LEAST_NUMBERS, _LEAST_MASKS = 150, 90
+_MOST_PIXELS = 1 << 18  # of a batch
 _KNOWS = 3.0  # standard errors of a correlation
 
 
@@ -377,6 +390,6 @@ def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
     distances = torch.cdist(one, one).fill_diagonal_(math.inf)
     near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)
-    far = _KNOWS / len(other) ** 0.5
+    far = (_KNOWS + math.sqrt(2 * math.log(other.shape[1]))) / len(other) ** 0.5  # the largest of so many by chance
     alike = ((near - near.mean(0)) * other).mean(0) / near.std(0).clamp_min(1e-9)
     return bool((alike > far).any()) or _correlated_with(one, other)

@@ -34,8 +34,9 @@ def labels_unrelated(
     yield from _terms_apart(run, flat)
     for probed in run.answers("labels") if not torn else ():
         word = outcome(run).word
+        same = run.answers("related", "no") if word == "undecided" and not any(run.of(Scored)) else ()
         if (word == "learning" and not _at_first(run) > flat) or (
-            probed.evidence.get("fresh") and word != "not learning"
+            probed.evidence.get("fresh") and word != "not learning" and not same
         ):
             continue
         of_numbers = "classes" not in probed.evidence  # what is learned may be finer than the samples that were kept
