@@ -133,6 +133,20 @@ def test_a_decay_is_told_where_a_copy_learns_without_it_alone(
     assert answer(lambda: factors(kind, rate, decay), "decay") == expected
 
 
+def test_a_decay_is_not_told_where_a_copy_learns_a_batch_with_it_by_heart() -> None:
+    """With nothing to learn but one batch, a decay makes less of it, and is not what keeps the run from learning."""
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(40, 20)), torch.randint(4, (40,))).backward()
+            optimizer.step()
+
+    assert answer(train, "decay") == "no"
+
+
 def test_adamw_is_what_a_copy_learns_with_in_place_of_the_decay_of_adam() -> None:
     seen = asked(lambda: factors(torch.optim.Adam, 0.02, 0.05), "decay")[-1].evidence
     assert (seen["by"], seen["other_decay"]) == ("AdamW", 0.05)

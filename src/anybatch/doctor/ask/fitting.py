@@ -31,6 +31,7 @@ _FAR, _NEAR = 2.0, 1.5  # times the loss of a constant guess
 _DRAWN_ALIKE = 0.1  # a share of a standard deviation
 _SMALLER = 0.1
 _BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
+_AS_THE_RUN = 0.7  # of the loss at the end of a run, which a copy with its decay does not learn beyond either
 _PART = 0.1  # of the weights, or of a gradient
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
@@ -269,7 +270,7 @@ def decayed(step: Step) -> Iterator[Probed]:
     if not without < _FITTED * min(first, own):
         yield said(answer="no")
     held = learned(kind, decay)[1]
-    if not math.isfinite(held) or not without < _FITTED * held:
+    if not math.isfinite(held) or not without < _FITTED * held or held < _AS_THE_RUN * own:
         yield said(answer="no")
     others = [(kind, decay / 100), *([(torch.optim.AdamW, decay)] if kind is torch.optim.Adam else [])]
     tried = [(learned(*one)[1], *one) for one in others]
