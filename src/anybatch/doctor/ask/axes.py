@@ -49,7 +49,7 @@ def turned(step: Step) -> Iterator[Probed]:
         before, after = axes = [_axes(step.values[one].shape) for one in (given, operation.outs[0])]
         is_other = before != after and sorted(before) == sorted(after)
         is_across = step.rows in before[:2] and step.values[given].requires_grad and reads_across(before, after)
-        if (is_other or is_across) and not _is_padded(step, given):
+        if (is_other or is_across) and not (_is_padded(step, given) or _is_skewed(step, operation)):
             yield _of_axes(operation, *axes)
         elif step.values[given].requires_grad and _are_heads_torn(step, operation, before, after):
             yield said(operation, op=operation.name, before=before, after=after, heads=True)
@@ -185,6 +185,20 @@ def _is_padded(step: Step, slot: Slot) -> bool:
     """Whether something was made longer and read with other axes then, which skews a table as is meant."""
     made = next((one for one in step.path(slot) if one.name not in MOVING or not one.given), None)
     return made is not None and made.name in _PADDING
+
+
+def _is_skewed(step: Step, operation: Operation) -> bool:
+    """Whether axes are read in another order, an end is cut off, and they are read as they were, as in XLNet."""
+    for back in step.used(*MOVING):
+        behind = [*itertools.islice(step.path(back.given[0]), 2)] if back.given else []
+        if [one.kind in MOVING for one in behind] != [False, True] or behind[0].name != "__getitem__":
+            continue
+        made = behind[1]
+        if made.given and any(operation is one for one in (made, back)):
+            *rows, width = _axes(step.values[made.given[0]].shape) or [0]
+            if _axes(step.values[back.outs[0]].shape) == [*rows, width - 1]:
+                return True
+    return False
 
 
 @asks("padding forgotten")
