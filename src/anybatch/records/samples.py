@@ -94,6 +94,8 @@ class InputSample(Fact):
     std: float | None = None
     low: float | None = None  # its smallest entry
     high: float | None = None  # its largest entry
+    # of a table of large numbers the share of the columns whose standard deviation is below a tenth of that of all
+    small_columns: float = 0.0
     finite: bool = True  # whether all entries are finite
     hash: str = ""  # a hash of the values: equal for equal tensors
     # whether its rows along dim 0 are all equal; of many rows, evenly spaced ones are compared; ``None`` if there are

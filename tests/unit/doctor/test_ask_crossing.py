@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask.axes import reads_across
+from anybatch.doctor.ask.axes import reads_across, tears_heads
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -81,9 +81,25 @@ class Skewed(nn.Module):
         return made
 
 
-def test_a_skewed_table_is_not_told() -> None:
+class SkewedWithout(Skewed):
+    """The same without padding, as in XLNet, which has one distance more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = nn.Parameter(torch.randn(13, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        scores = h @ self.distances.t()
+        scores = scores.reshape(len(x), 13, 10)[:, 1:].reshape(len(x), 10, 12)[..., :10]
+        made: torch.Tensor = self.last((scores.softmax(-1) @ h).mean(1))
+        return made
+
+
+@pytest.mark.parametrize("kind", [Skewed, SkewedWithout])
+def test_a_skewed_table_is_not_told(kind: type[Skewed]) -> None:
     def train() -> None:
-        net = Skewed()
+        net = kind()
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(4):
             optimizer.zero_grad()
@@ -91,3 +107,84 @@ def test_a_skewed_table_is_not_told() -> None:
             optimizer.step()
 
     assert answer(train, "axes") == "no"
+
+
+PLACES, HEADS, WIDTH = 6, 2, 4
+
+
+class Attending(nn.Module):
+    """An attention, with what cuts the heads from the features, and what puts them together."""
+
+    def __init__(self, cut: Scores, join: Scores, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.cut, self.join = nn.Linear(4, 3 * HEADS * WIDTH), nn.Linear(8, 3), cut, join
+        self.fused = fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.cut(one) for one in self.qkv(x).chunk(3, -1))
+        if self.fused:
+            found = F.scaled_dot_product_attention(q, k, v)
+        else:
+            found = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        made: torch.Tensor = self.out(self.join(found)).reshape(len(x), PLACES, 3).mean(1)
+        return made
+
+
+def as_meant(one: torch.Tensor) -> torch.Tensor:
+    return one.reshape(len(one), PLACES, HEADS, WIDTH).transpose(1, 2)
+
+
+def torn(one: torch.Tensor) -> torch.Tensor:
+    return one.reshape(len(one), HEADS, PLACES, WIDTH)
+
+
+def joined(one: torch.Tensor) -> torch.Tensor:
+    return one.transpose(1, 2).reshape(len(one), PLACES, HEADS * WIDTH)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("cut", "join", "expected"),
+    [
+        (torn, joined, "yes"),
+        (torn, lambda one: one.reshape(len(one), PLACES, -1), "yes"),
+        (as_meant, lambda one: one.reshape(len(one), PLACES, -1), "yes"),
+        (as_meant, lambda one: one.reshape(-1, HEADS * WIDTH), "yes"),
+        (as_meant, joined, "no"),
+        (as_meant, lambda one: one.transpose(1, 2).reshape(-1, HEADS * WIDTH), "no"),
+        (as_meant, lambda one: one.transpose(1, 2).flatten(2), "no"),
+        (lambda one: as_meant(one).reshape(-1, PLACES, WIDTH),
+         lambda one: joined(one.reshape(-1, HEADS, PLACES, WIDTH)), "no"),
+    ],
+)  # fmt: skip
+def test_heads_with_features_of_other_places_are_told(cut: Scores, join: Scores, expected: str, fused: bool) -> None:
+    def train() -> None:
+        net = Attending(cut, join, fused)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, PLACES, 4)), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "axes") == expected
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "expected"),
+    [
+        ([64, 16, 32], [64, 4, 16, 8], True),
+        ([64, 32, 32], [64, 4, 32, 8], True),  # as many places as features
+        ([64, 16, 32], [64, 4, 8, 16], True),  # keys that are turned already
+        ([1024, 32], [64, 4, 16, 8], True),  # rows and places in one axis
+        ([64, 2, 16, 32], [64, 2, 4, 16, 8], True),
+        ([64, 16, 32], [64, 16, 4, 8], False),
+        ([64, 4, 32], [64, 4, 4, 8], False),  # as many heads as places
+        ([64, 32, 16], [64, 4, 8, 16], False),  # features before places
+        ([64, 32, 32], [64, 4, 8, 32], False),
+        ([64, 64, 16], [64, 4, 16, 16], False),
+        ([1024, 32], [64, 16, 4, 8], False), ([64, 512], [64, 4, 16, 8], False), ([64, 16, 32], [64, 4, 4, 32], False),
+        ([16, 64, 32], [16, 256, 8], False), ([64, 8, 8, 32], [64, 2, 4, 2, 4, 32], False),
+    ],
+)  # fmt: skip
+def test_heads_are_torn_only_where_places_lie_behind_them(whole: list[int], parts: list[int], expected: bool) -> None:
+    assert tears_heads(whole, parts) is expected

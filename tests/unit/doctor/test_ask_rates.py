@@ -94,6 +94,65 @@ def test_the_second_of_two_trainings_is_asked_and_optimizers_that_take_turns_are
     assert answer(in_turns, "rate") == "unknown"
 
 
+class Factors(nn.Module):
+    """A table as a product of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.rand(60, 8)), nn.Parameter(torch.rand(8, 40))
+
+    def forward(self) -> torch.Tensor:
+        return self.rows @ self.columns
+
+
+def factors(kind: Any, rate: float, decay: float) -> None:
+    """Steps of a factorisation of a table, whose loss is a mean over so many entries that each slope is small."""
+    table = 3 + torch.randn(60, 3) @ torch.randn(3, 40)
+    net = Factors()
+    optimizer = kind(net.parameters(), lr=rate, weight_decay=decay)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.mse_loss(net(), table).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "decay", "expected"),
+    [
+        (torch.optim.Adam, 0.02, 0.05, "yes"),
+        (torch.optim.SGD, 2.0, 0.05, "yes"),
+        (torch.optim.Adam, 0.02, 1e-4, "no"),
+        (torch.optim.Adam, 0.02, 0.0, "no"),
+        (torch.optim.AdamW, 0.02, 0.05, "no"),
+        (torch.optim.Adam, 1e-6, 0.05, "no"),  # nothing is learned without it either
+    ],
+)
+def test_a_decay_is_told_where_a_copy_learns_without_it_alone(
+    kind: Any, rate: float, decay: float, expected: str
+) -> None:
+    assert answer(lambda: factors(kind, rate, decay), "decay") == expected
+
+
+def test_a_decay_is_not_told_where_a_copy_learns_a_batch_with_it_by_heart() -> None:
+    """With nothing to learn but one batch, a decay makes less of it, and is not what keeps the run from learning."""
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(40, 20)), torch.randint(4, (40,))).backward()
+            optimizer.step()
+
+    assert answer(train, "decay") == "no"
+
+
+def test_adamw_is_what_a_copy_learns_with_in_place_of_the_decay_of_adam() -> None:
+    seen = asked(lambda: factors(torch.optim.Adam, 0.02, 0.05), "decay")[-1].evidence
+    assert (seen["by"], seen["other_decay"]) == ("AdamW", 0.05)
+    assert seen["other_after"] < 0.5 * seen["held"]
+
+
 def tried(**seen: Any) -> Training:
     """A training that learns, of which one batch is learned better at another rate."""
     evidence = {"optimizer": 0, "lr": 0.01, "by": "AdamW", "other_lr": 0.1, "loss": 2.3, "after": 1.9,

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.samples.inputs import look
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.lines import Fact
 from number_runs import Training, call, fires, found, quiet, sample, silent
@@ -28,6 +29,28 @@ def test_input_scale_fires_on_pixels_that_are_not_scaled() -> None:
     assert one.fix == "x = x / 255"
     table = sample(mean=3.0, std=140.0)
     assert "(x - 3) / 140" in fires(Training(loss=flat, input=table).run(), "INPUT_SCALE", "warning").fix
+
+
+def test_input_scale_fires_with_a_scale_for_each_column_where_columns_differ_in_size() -> None:
+    table = sample(mean=15000.0, std=29000.0, small_columns=0.6)
+    one = fires(Training(loss=flat, input=table).run(), "INPUT_SCALE", "warning")
+    assert one.fix.startswith("x = (x - x.mean(0)) / x.std(0)")
+    assert "60% of its columns" in one.message
+    alike = fires(Training(loss=flat, input=replace(table, small_columns=0.1)).run(), "INPUT_SCALE", "warning")
+    assert "x.mean(0)" not in alike.fix
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (torch.randn(64, 5) * torch.tensor([18.0, 26000, 8000, 12, 0]), 0.5),
+        (40 + 300 * torch.randn(64, 5), 0.0),
+        (torch.randn(64, 5) * torch.tensor([1.0, 1, 1, 1, 3]), 0.0),  # small numbers, which are not told
+    ],
+)
+def test_columns_that_are_small_beside_the_others_are_counted(table: torch.Tensor, expected: float) -> None:
+    (one,) = look(0, (table,), {})
+    assert one.small_columns == expected
 
 
 def test_input_scale_fires_on_targets_that_are_not_scaled() -> None:

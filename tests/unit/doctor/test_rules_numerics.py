@@ -10,6 +10,7 @@ import pytest
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Crashed, Scaler
 from anybatch.records.findings import Finding
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import ParameterFacts
 from number_runs import Training, falling, fires, found, quiet, silent
@@ -276,6 +277,22 @@ def test_decay_dominates_is_quiet_where_the_model_learns() -> None:
     silent(heavy(decay=1e-2).run(), "DECAY_DOMINATES")
     silent(heavy(decay=0.1, cls="AdamW").run(), "DECAY_DOMINATES")
     silent(Training(loss=lambda step: 1e-12).run(), "DECAY_DOMINATES")
+
+
+@pytest.mark.parametrize(
+    ("by", "fix"),
+    [("AdamW", "torch.optim.AdamW(..., weight_decay=0.01)"), ("Adam", "group['weight_decay'] = 0.01")],
+)
+def test_decay_dominates_fires_where_a_copy_learns_without_the_decay_alone(by: str, fix: str) -> None:
+    evidence = {"optimizer": 0, "decay": 0.01, "loss": 6.2, "held": 2.1, "without": 0.6, "own": 2.3, "by": by,
+                "other_decay": 0.01, "other_after": 0.6}  # fmt: skip
+    call = LossCall(function="mse_loss", items=4000, guess=0.74, value=2.3)
+    run = Training(cls="Adam", loss=lambda step: 2.3, group={"weight_decay": 0.01}, steps=120, call=call,
+                   after=(Probed(probe="decay", root=-1, answer="yes", evidence=evidence),))  # fmt: skip
+    one = fires(run.run(), "DECAY_DOMINATES", "warning")
+    assert "from 6.2 to 2.1 with it, and to 0.6 without" in one.message
+    assert fix in one.fix
+    silent(replace(run, loss=falling, call=replace(call, value=0.0)).run(), "DECAY_DOMINATES")  # it learned
 
 
 def test_decay_dominates_fires_on_a_share_of_the_weights_at_which_the_loss_stands_still() -> None:

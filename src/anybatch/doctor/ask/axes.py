@@ -24,6 +24,7 @@ _LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose
 _PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
 _POOLING = frozenset({"max", "amax", "mean", "sum"})
 _BEHIND = frozenset({"batch_norm", "relu", "relu_", "leaky_relu", "gelu", "silu", "elu", "dropout", "group_norm"})
+_ATTENDING = PRODUCTS | {"einsum", "scaled_dot_product_attention"}
 _MOST_AXES = 5
 _MOST_ENDS = 4
 _LEAST_LINKED = 50  # nodes, and edges between them
@@ -46,8 +47,10 @@ def turned(step: Step) -> Iterator[Probed]:
         before, after = axes = [_axes(step.values[one].shape) for one in (given, operation.outs[0])]
         is_other = before != after and sorted(before) == sorted(after)
         is_across = step.rows in before[:2] and step.values[given].requires_grad and reads_across(before, after)
-        if (is_other or is_across) and not _is_padded(step, given):
+        if (is_other or is_across) and not (_is_padded(step, given) or _is_skewed(step, operation)):
             yield _of_axes(operation, *axes)
+        elif step.values[given].requires_grad and _are_heads_torn(step, operation, before, after):
+            yield said(operation, op=operation.name, before=before, after=after, heads=True)
     if (crossed := _of_classes(step)) is not None:
         yield _of_axes(*crossed)
     for slot in sorted(step.needed & step.inputs):
@@ -145,10 +148,55 @@ def _merges(before: Sequence[int], after: Sequence[int]) -> bool:
     return all(math.prod(after[at:]) in ends for at in range(len(after)))
 
 
+def _are_heads_torn(step: Step, operation: Operation, before: list[int], after: list[int]) -> bool:
+    """Whether heads of an attention are cut from features, or put together again, without the places beside them."""
+    made, given = operation.outs[0], operation.given[0]
+    used = [*step.used(*_ATTENDING)]
+    if tears_heads(before, after):
+        reached = step.made_with(made)
+        attended = [slot for one in used for slot in one.given if slot in reached]
+        return any(sorted(_axes(step.values[slot].shape)) == sorted(after) for slot in attended)
+    if tears_heads(after, before):
+        behind = step.made_of(given)
+        attended = [slot for one in used for slot in one.outs if slot in behind]
+        return any(sorted(_axes(step.values[slot].shape)) == sorted(before) for slot in attended)
+    return False
+
+
+def tears_heads(whole: Sequence[int], parts: Sequence[int]) -> bool:
+    """Whether (rows, places, heads * width) is cut to (rows, heads, places, width), as a reshape of its own can't.
+
+    Rows and places may lie in one axis, and places last.
+    """
+    if len(parts) < 4:
+        return False
+    *rows, heads, one, other = parts
+    for places, width in ((one, other), (other, one)):
+        shapes = ([*rows, places, heads * width], [math.prod(rows) * places, heads * width])
+        is_cut_as_it_lies = heads == places or (places == other and places == heads * width)
+        if list(whole) in shapes and not is_cut_as_it_lies:
+            return True
+    return False
+
+
 def _is_padded(step: Step, slot: Slot) -> bool:
     """Whether something was made longer and read with other axes then, which skews a table as is meant."""
     made = next((one for one in step.path(slot) if one.name not in MOVING or not one.given), None)
     return made is not None and made.name in _PADDING
+
+
+def _is_skewed(step: Step, operation: Operation) -> bool:
+    """Whether axes are read in another order, an end is cut off, and they are read as they were, as in XLNet."""
+    for back in step.used(*MOVING):
+        behind = [*itertools.islice(step.path(back.given[0]), 2)] if back.given else []
+        if [one.kind in MOVING for one in behind] != [False, True] or behind[0].name != "__getitem__":
+            continue
+        made = behind[1]
+        if made.given and any(operation is one for one in (made, back)):
+            *rows, width = _axes(step.values[made.given[0]].shape) or [0]
+            if _axes(step.values[back.outs[0]].shape) == [*rows, width - 1]:
+                return True
+    return False
 
 
 @asks("padding forgotten")

@@ -31,6 +31,8 @@ _FAR, _NEAR = 2.0, 1.5  # times the loss of a constant guess
 _DRAWN_ALIKE = 0.1  # a share of a standard deviation
 _SMALLER = 0.1
 _BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
+_AS_THE_RUN = 0.7  # of the loss at the end of a run, which a copy with its decay does not learn beyond either
+_PART = 0.1  # of the weights, or of a gradient
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
 _LARGE = 10.0  # the mean or the deviation of an input
@@ -57,7 +59,7 @@ def outweighed(step: Step) -> Iterator[Probed]:
         raise Unknown("the loss is of what the model itself draws")
     if names_rewards(step):
         raise Unknown("a term is weighed with rewards, so that its size says nothing")
-    parts = [(one, at) for one, at in _summands(step) if values[one].requires_grad][:_MOST_SUMMANDS]
+    parts = [(one, at) for one, at in summands(step) if values[one].requires_grad][:_MOST_SUMMANDS]
     parts = [one for one in parts if _shares(step, one[0], parts)]
     meetings = meetings_of(step)
     if len(parts) < 2 or not meetings or not _is_nothing(step, meetings, end):
@@ -159,7 +161,7 @@ def _is_nothing(step: Step, meetings: list[Meeting], end: float) -> bool:
     return all(one is not None and one[0].answer == "no" for one in found)
 
 
-def _summands(step: Step) -> Iterator[tuple[Slot, Operation]]:
+def summands(step: Step) -> Iterator[tuple[Slot, Operation]]:
     """What a loss, or what it is the mean of, is the sum of, each with the operation that made it."""
     waiting = [(step.loss.slot, len(step.operations))]
     while waiting:
@@ -244,6 +246,54 @@ def _made(step: Step) -> tuple[Any, dict[str, float], list[float]]:
         raise Unknown("the loss is scaled for half precision")
     momentum = max((group.momentum for group in facts.groups), default=0.0)
     return kind, {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}, rates
+
+
+@asks("decay", of_rows=False)
+def decayed(step: Step) -> Iterator[Probed]:
+    """Whether a batch is learned without the weight decay of the run, and with it neither by a copy nor by the run.
+
+    Then a hundredth of the decay is tried, and AdamW, whose decay is no part of the gradient that Adam scales.
+    """
+    kind, options, rates = _made(step)
+    decay = max(group.weight_decay for group in step.run.optimizers[step.optimizer].groups)
+    if not decay or not (own := step.own) > 0 or not _holds(step, kind, max(rates) * decay * len(rates), decay):
+        yield said(answer="no")
+    end = min(step.until, time.perf_counter() + _SECONDS_OF_ALL)
+
+    def learned(kind: Any, decay: float) -> tuple[float, float]:
+        start = step.kept.first_of(step.tape)
+        groups = [{"params": [one], "weight_decay": decay if one.dim() > 1 else 0.0} for one in start.values()]
+        first, last, _ = fitted(step, start, kind(groups, lr=max(rates), **options), end)
+        return first, last if math.isfinite(last) else math.inf
+
+    first, without = learned(kind, 0.0)
+    if not without < _FITTED * min(first, own):
+        yield said(answer="no")
+    held = learned(kind, decay)[1]
+    if not math.isfinite(held) or not without < _FITTED * held or held < _AS_THE_RUN * own:
+        yield said(answer="no")
+    others = [(kind, decay / 100), *([(torch.optim.AdamW, decay)] if kind is torch.optim.Adam else [])]
+    tried = [(learned(*one)[1], *one) for one in others]
+    if first - tried[0][0] < _NEARLY * (first - without):  # by chance it learned without, as at a rate that is too high
+        yield said(answer="no")
+    after, other, less = next(one for one in reversed(tried) if first - one[0] >= _NEARLY * (first - without))
+    yield said(optimizer=step.optimizer, decay=decay, loss=first, held=held, without=without, own=own,
+               by=other.__name__, other_decay=less, other_after=after)  # fmt: skip
+
+
+def _holds(step: Step, kind: Any, share: float, decay: float) -> bool:
+    """Whether a decay takes a part of the weights in the steps of a run, or is no small part of a gradient at its end.
+
+    The latter is scaled by Adam, so that its length says nothing of that of a step.
+    """
+    if share > _PART:
+        return True
+    if kind in (torch.optim.SGD, torch.optim.AdamW):
+        return False
+    weights = [slot for slot, one in step.parameters.items() if slot in step.needed and one.requires_grad]
+    slopes = step.slopes(*weights)
+    pulled = sum(float(step.values[one].detach().square().sum()) for one in weights) ** 0.5 * decay
+    return bool(pulled > _PART * sum(float(one.square().sum()) for one in slopes if one is not None) ** 0.5)
 
 
 @asks("scaled")

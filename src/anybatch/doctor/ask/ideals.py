@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.fitting import summands
 from anybatch.doctor.ask.pulling import sides_of
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
 from anybatch.doctor.ask.steps import Step, asks, said, slots_of, total
@@ -27,6 +28,7 @@ _CLEARLY = 0.1  # of how far a loss falls, or rises
 _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
 _WRITTEN_OUT = frozenset({"sqrt", "sum", "add", "clamp", "clamp_min", "pow", "square"})
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
+_MEANS, _DIFFERENCES = frozenset({"mean", "sum"}), frozenset({"sub", "rsub"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
 _WIDELY = 0.01  # of all that a loss rises and falls
@@ -79,6 +81,25 @@ def error_preferred(step: Step) -> Iterator[Probed]:
             raise Unknown("rows are weighed with negative numbers, as by rewards")
     after = step.operations[at.index]
     yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2])
+
+
+@asks("bottomless", of_rows=False)
+def bottomless(step: Step) -> Iterator[Probed]:
+    """Whether a term of the loss is a mean of differences with their sign, below 0 by now: it falls without an end.
+
+    Numbers with a logarithm on their way, and differences of what a net makes, as those of a critic, may be meant.
+    """
+    sign = step.run.sign(step.optimizer)
+    for slot, made in summands(step):
+        at = step.made_at(made.given[0]) if made.name in _MEANS and made.given else -1
+        one = step.operations[at] if at >= 0 else None
+        if one is None or one.kind not in _DIFFERENCES or len(one.given) != 2 or sign * float(step.values[slot]) >= 0:
+            continue
+        learned = [side for side in one.given if step.values[side].requires_grad]
+        if len(learned) == 1 and not any(
+            "log" in before.name for before in step.used() if before.outs[0] in step.made_of(learned[0])
+        ):
+            yield said(one, loss=float(step.values[slot]), rows=step.rows)
 
 
 def _is_distance(step: Step, operation: Operation) -> bool:

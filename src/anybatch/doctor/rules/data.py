@@ -35,6 +35,7 @@ def input_scale(
     times: float = Limit(30, "by which the last inputs of a run are smaller than the first"),
     flat: float = Limit(30, "by which the mean is larger than all that entries differ by"),
     share: float = Limit(0.8, "of the batches"),
+    columns: float = Limit(0.25, "of a table, whose deviation is below a tenth of that of all: each has its own"),
 ) -> Iterator[Found]:  # fmt: skip
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
     losses = course(run)
@@ -43,7 +44,7 @@ def input_scale(
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
     learned = learned and not (run.answers("scaled") and not learned_well(run))
     small = [*_tiny_inputs(run, nothing, flat)] or [*_drifting(run, times)]
-    found = [*_inputs(run, far, share), *small, *_targets(run, far, share)]
+    found = [*_inputs(run, far, share, columns), *small, *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:
         first, rest = found[0], found[1:]
@@ -85,22 +86,28 @@ def _entrance(run: Run, one: InputSample) -> str:
     return qualified(run, one.root, next((each.module for each in leaves if each.cls == one.first), ""))
 
 
-def _inputs(run: Run, far: float, share: float) -> Iterator[Found]:
+def _inputs(run: Run, far: float, share: float, small: float) -> Iterator[Found]:
     for samples in _entered(run, 2):
         wrong = [one for one in samples if max(abs(one.mean or 0.0), one.std or 0.0) > far]
         if len(wrong) < share * len(samples):
             continue
         one, mean, std = wrong[0], wrong[0].mean or 0.0, wrong[0].std or 0.0
         image = len(one.shape) == 4 and (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
+        fix, apart = "x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}", ""
+        seen: dict[str, float] = {}
+        if one.small_columns >= small:
+            fix = "x = (x - x.mean(0)) / x.std(0)  # of the training rows, before the split in batches"
+            apart = f", of which {one.small_columns:.0%} of its columns have less than a tenth"
+            seen = {"small_columns": one.small_columns}
         yield Found(
             text=f"The input {one.name or '0'} of {root_variable(run, one.root)} has mean {mean:.3g} and standard "
-            f"deviation {std:.3g}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
-            fix="x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}",
+            f"deviation {std:.3g}{apart}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
+            fix=fix,
             cause="Initialisations and learning rates are made for numbers around 1.",
             since=one,
             where=first_call(run, one.root),
             module=_entrance(run, one),
-            evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
+            evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)} | seen,
         )
 
 

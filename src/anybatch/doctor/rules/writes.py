@@ -11,6 +11,7 @@ from anybatch.doctor.views.measures import Entry, entries, ratio
 from anybatch.doctor.views.naming import module_code, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Norms
 from anybatch.records.tables import ParameterFacts
@@ -170,6 +171,9 @@ def decay_dominates(
         decay = max((group.weight_decay for _, group in one.groups.values()), default=0.0)
         if not one.samples or one.samples[-1].number < steps or not decay or losses.converged or not losses.finite:
             continue
+        if (asked := _held_by_decay(one)) is not None:
+            yield _found_by_trial(one, asked)
+            continue
         decoupled = "adamw" in cls.lower()
         rate = decay * max(one.rates, default=0.0)
         shrinking = rate >= share and (decoupled or cls == "SGD" or not losses.fell)
@@ -202,6 +206,36 @@ def decay_dominates(
             },
             severity="info" if falls else "",
         )  # fmt: skip
+
+
+def _held_by_decay(one: OptimizerView) -> Probed | None:
+    """The answer that a copy learns a batch without the decay, and not with it, where the run learned nothing."""
+    found = (probed for probed in one.run.answers("decay") if probed.evidence["optimizer"] == one.number)
+    is_rate = any(True for _ in one.run.answers("rate"))  # at which chance decides what is learned
+    return next(found, None) if outcome(one.run).word == "not learning" and not is_rate else None
+
+
+def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
+    """What is said of a decay where copies learned one batch with less of it, or with one of another kind."""
+    seen = asked.evidence
+    fix = f"for group in {one}.param_groups: group['weight_decay'] = {seen['other_decay']:.3g}"
+    if seen["by"] != one.facts.cls:
+        fix = f"torch.optim.{seen['by']}(..., weight_decay={seen['other_decay']:g})"
+    return Found(
+        text=f"The weight decay {seen['decay']:g} of {one} keeps it from learning: a copy that learns one batch by "
+        f"heart brings the loss from {seen['loss']:.3g} to {seen['held']:.3g} with it, and to {seen['without']:.3g} "
+        "without.",
+        fix=f"{fix}  # the copy comes to {seen['other_after']:.3g} then",
+        cause="The gradient of the loss is small in each entry, as that of a mean over many targets is, and the decay "
+        "beside it pulls all weights to zero.",
+        since=one.samples[0],
+        where=one.facts,
+        step=one.samples[0],
+        optimizer=one.number,
+        evidence={"weight_decay": seen["decay"], "loss": seen["loss"], "with_decay": seen["held"],
+                  "without": seen["without"], "by": seen["by"], "other_decay": seen["other_decay"],
+                  "other_after": seen["other_after"]},
+    )  # fmt: skip
 
 
 def _stands(losses: Course) -> bool:

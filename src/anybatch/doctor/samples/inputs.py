@@ -19,6 +19,7 @@ _MOST_ITEMS = 8  # of a list or tuple
 _HASHED = 1 << 12  # numbers that the hash and the figures are made of; evenly spaced beyond
 _ROWS = 64  # evenly spaced ones of more, that are compared
 _DEPTH = 4
+_LARGE_NUMBERS = 10.0  # the mean or the deviation of what is not scaled
 
 
 def look(root: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[InputSample]:
@@ -60,7 +61,18 @@ def _figures(tensor: torch.Tensor) -> dict[str, Any]:
     figures = torch.stack([end.double() for end in ends] + [mean, wide.sub(mean).square_().mean()])
     low, high, mean_of_it, square = figures.tolist()
     finite = low - low == 0 and high - high == 0
-    return found | {"low": low, "high": high, "mean": mean_of_it, "std": math.sqrt(square), "finite": finite}
+    found |= {"low": low, "high": high, "mean": mean_of_it, "std": math.sqrt(square), "finite": finite}
+    if tensor.dim() == 2 and finite and max(abs(mean_of_it), found["std"]) > _LARGE_NUMBERS:
+        found["small_columns"] = _small_columns(tensor, found["std"])
+    return found
+
+
+def _small_columns(table: torch.Tensor, std: float) -> float:
+    """The share of the columns that are not constant whose standard deviation is below a tenth of that of all."""
+    deviations = table[:: max(1, len(table) // _ROWS)].double().std(0, correction=0)
+    small = (deviations > 0) & (deviations < 0.1 * std)
+    count, number = torch.stack([small.sum(), (deviations > 0).sum()]).tolist()
+    return float(count / number) if number else 0.0
 
 
 def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
