@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.ask.weighing import padding_of
