@@ -74,6 +74,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "several classes": {"rows": 64, "least": 0, "most": 4, "function": "cross_entropy"},
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
+    "bottomless": {"loss": -3.2, "rows": 32},
     "error preferred": {"op": "sub", "right": 0.0, "others": -2.1, "wrong": -4.2},
     "forgotten": {"steps": 12},
     "not carried": {"op": "gru_cell", "steps": 7, "zero": False},

@@ -108,6 +108,22 @@ def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "error preferred") != "yes"
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda made, y: (made - (y + 9)).mean(), "yes"),
+        (lambda made, y: (y + 9 - made).sum() + made.square().mean(), "no"),  # it is above 0
+        (lambda made, y: made.square().mean() + (made - (y + 9)).mean(), "yes"),
+        (lambda made, y: (made - y).abs().mean(), "no"),
+        (lambda made, y: made.mean() - (y + 9).mean(), "no"),  # as of a critic
+        (lambda made, y: (made.log_softmax(1) - y.log_softmax(1)).mean(), "no"),  # a likelihood
+        (lambda made, y: (made - made.roll(1, 0) * 2 - 9).mean(), "no"),
+    ],
+)
+def test_a_mean_of_differences_without_a_bound_is_told(loss: Loss, expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "bottomless") == expected
+
+
 class OfPairs(nn.Module):
     """A contrastive loss, with marks of pairs that belong together or, turned, of those that do not."""
 
