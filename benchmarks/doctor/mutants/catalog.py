@@ -26,7 +26,6 @@ TO_COME = frozenset(
     [
         "AVERAGE_REVERSED",
         "AVERAGE_TOO_SLOW",
-        "BETAS_EXCHANGED",
         "COPY_FOLLOWS_AT_ONCE",
         "COPY_IS_ALIAS",
         "COPY_UNUSED",

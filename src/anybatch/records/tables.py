@@ -98,6 +98,7 @@ class GroupFacts:
     lr: float  # its learning rate
     weight_decay: float = 0.0  # 0 if it has none
     momentum: float = 0.0  # ``momentum``, or the first of ``betas``; 0 if it has neither
+    second: float = 0.0  # the second of two ``betas``; 0 if it has none
     name: str = ""  # the entry ``name`` of the group, if there is one
     maximize: bool = False  # whether it makes the loss large
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from anybatch.doctor.diagnosing import diagnose
+from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -510,3 +513,29 @@ def test_warmup_too_long_fires(run: tuple[str, Run]) -> None:
 )
 def test_warmup_too_long_is_quiet(run: tuple[str, Run]) -> None:
     silent(run[1], "WARMUP_TOO_LONG")
+
+
+def moments(cls: type[torch.optim.Optimizer], *, steps: int = 5, **options: Any) -> Run:
+    """The record of a net that an optimizer with two moments trains."""
+    net = nn.Linear(4, 2)
+    optimizer: Any = cls(net.parameters(), **options)
+    with Doctor() as doctor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    return doctor.run
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_betas_exchanged_fires(cls: type[torch.optim.Optimizer]) -> None:
+    one = fires(moments(cls, betas=(0.999, 0.9)), "BETAS_EXCHANGED", "warning")
+    assert "betas=(0.999, 0.9)" in one.message
+    assert "betas=(0.9, 0.999)" in one.fix
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.9), (0.95, 0.95), (0.95, 0.9), (0.9, 0.0)])
+def test_betas_exchanged_is_quiet(betas: tuple[float, float]) -> None:
+    silent(moments(torch.optim.Adam, betas=betas), "BETAS_EXCHANGED")
+    silent(moments(torch.optim.SGD, lr=0.1, momentum=0.999), "BETAS_EXCHANGED")
+    silent(moments(torch.optim.Adam, steps=0, betas=(0.999, 0.9)), "BETAS_EXCHANGED")

@@ -250,12 +250,13 @@ def plain_rate(value: Any) -> float:
 def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupFacts:
     """A group of an optimizer."""
     betas = group.get("betas")
-    momentum = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
+    betas = betas if isinstance(betas, (tuple, list)) else ()
     return GroupFacts(
         parameters=parameters,
         lr=plain_rate(group.get("lr", 0.0)),
         weight_decay=plain_rate(group.get("weight_decay", 0.0)),
-        momentum=plain_rate(momentum),
+        momentum=plain_rate(betas[0] if betas else group.get("momentum", 0.0)),
+        second=plain_rate(betas[1]) if len(betas) == 2 else 0.0,
         name=str(group.get("name", "")),
         maximize=bool(group.get("maximize", False)),
     )

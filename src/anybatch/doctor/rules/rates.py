@@ -482,3 +482,37 @@ def _unfinished(run: Run) -> Iterator[Found]:
             optimizer=one.number,
             evidence={"calls": len(calls), "steps": len(one.steps), "highest_lr": used, "initial_lr": base},
         )
+
+
+_MOMENTS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
+
+
+@rule(
+    "AB677",
+    "BETAS_EXCHANGED",
+    "warning",
+    explains=("NOT_LEARNING", "LR_TOO_HIGH", "LR_TOO_LOW", "EXPLODING"),
+    slows=True,
+)
+def betas_exchanged(
+    run: Run, *, times: float = Limit(5, "longer than the squares: usual are means of the squares that go back farther")
+) -> Iterator[Found]:
+    """Optimizers whose gradients are averaged over far more steps than the squares of these."""
+    for number, facts in run.optimizers.items():
+        one = OptimizerView(run, number)
+        for group in facts.groups if facts.cls in _MOMENTS and one.steps else ():
+            first, second = group.momentum, group.second
+            if 0 < second < first < 1 and 1 - second > times * (1 - first):
+                yield Found(
+                    text=f"{one} has betas=({first:g}, {second:g}): its gradients are averaged over about "
+                    f"{1 / (1 - first):.0f} steps, and their squares, by which they are divided, over "
+                    f"{1 / (1 - second):.0f}.",
+                    fix=f"{facts.cls}(model.parameters(), betas=({second:g}, {first:g}))",
+                    cause="The first number is for the mean of the gradients and the second for that of their squares; "
+                    "they are exchanged.",
+                    since=0,
+                    where=facts,
+                    optimizer=number,
+                    evidence={"first": first, "second": second},
+                )
+                break
