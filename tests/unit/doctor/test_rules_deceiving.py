@@ -126,7 +126,6 @@ def test_class_uncounted_is_quiet(net: Callable[[], nn.Module], batches: Batches
 
 
 def drawn(x: torch.Tensor, y: torch.Tensor) -> Batches:
-    """Batches that are drawn at random."""
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(2)).repeat(8)
     return slices(x[order], y[order])
 
@@ -134,12 +133,10 @@ def drawn(x: torch.Tensor, y: torch.Tensor) -> Batches:
 def test_class_uncounted_fires_where_a_class_is_never_a_target() -> None:
     x, y = kinds(1024)
     held = y < 4  # the first rows of data that are sorted by class
-
     run = of(lambda: train(small(), drawn(x[held], y[held]), 60), ask=True)
     for accuracy, severity in ((0.1, "warning"), (0.97, "info")):
         said = Printed(label="test accuracy", steps=(60,), values=(accuracy,), line=9)
-        told = fires(Run([*run.facts, said]), "CLASS_UNCOUNTED", severity)
-        assert told.evidence == {"absent": [4], "classes": 5}
+        assert fires(Run([*run.facts, said]), "CLASS_UNCOUNTED", severity).evidence == {"absent": [4], "classes": 5}
 
 
 @pytest.mark.parametrize(
