@@ -113,7 +113,10 @@ def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
     [
         (lambda made, y: (made - (y + 9)).mean(), "yes"),
         (lambda made, y: (y + 9 - made).sum() + made.square().mean(), "no"),  # it is above 0
-        (lambda made, y: made.square().mean() + (made - (y + 9)).mean(), "yes"),
+        (lambda made, y: made.square().mean() + (made - (y + 9)).mean(), "no"),  # which is held
+        (lambda made, y: (made.softmax(1) - (y + 9)).mean(), "no"),
+        (lambda made, y: (F.mse_loss(made, y, reduction="none") - 99).mean(), "no"),
+        (lambda made, y: ((made - y).square() - (y + 99)).mean(), "no"),  # an error beside that of another model
         (lambda made, y: (made - y).abs().mean(), "no"),
         (lambda made, y: made.mean() - (y + 9).mean(), "no"),  # as of a critic
         (lambda made, y: (made.log_softmax(1) - y.log_softmax(1)).mean(), "no"),  # a likelihood

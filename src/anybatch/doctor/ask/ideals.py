@@ -14,7 +14,7 @@ import torch
 from anybatch.doctor.ask.fitting import summands
 from anybatch.doctor.ask.pulling import sides_of
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
-from anybatch.doctor.ask.steps import Step, asks, said, slots_of, total
+from anybatch.doctor.ask.steps import MOVING, Step, asks, said, slots_of, total
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -29,6 +29,8 @@ _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_n
 _WRITTEN_OUT = frozenset({"sqrt", "sum", "add", "clamp", "clamp_min", "pow", "square"})
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _MEANS, _DIFFERENCES = frozenset({"mean", "sum"}), frozenset({"sub", "rsub"})
+_SAME = MOVING | {"squeeze", "unsqueeze", "flatten", "view", "reshape", "__getitem__"}
+_LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
 _WIDELY = 0.01  # of all that a loss rises and falls
@@ -85,21 +87,26 @@ def error_preferred(step: Step) -> Iterator[Probed]:
 
 @asks("bottomless", of_rows=False)
 def bottomless(step: Step) -> Iterator[Probed]:
-    """Whether a term of the loss is a mean of differences with their sign, below 0 by now: it falls without an end.
+    """Whether a term of the loss is a mean of what a layer gives minus targets, below 0 by now: it has no least value.
 
-    Numbers with a logarithm on their way, and differences of what a net makes, as those of a critic, may be meant.
+    What another term holds, as a penalty does, has one; so may what was made of outputs, such as shares or errors.
     """
-    sign = step.run.sign(step.optimizer)
-    for slot, made in summands(step):
+    terms, sign = list(summands(step)), step.run.sign(step.optimizer)
+    for slot, made in terms:
         at = step.made_at(made.given[0]) if made.name in _MEANS and made.given else -1
         one = step.operations[at] if at >= 0 else None
         if one is None or one.kind not in _DIFFERENCES or len(one.given) != 2 or sign * float(step.values[slot]) >= 0:
             continue
         learned = [side for side in one.given if step.values[side].requires_grad]
-        if len(learned) == 1 and not any(
-            "log" in before.name for before in step.used() if before.outs[0] in step.made_of(learned[0])
-        ):
+        is_held = any(learned[0] in step.made_of(other) for other, _ in terms if other != slot)
+        if len(learned) == 1 and not is_held and _is_of_layer(step, learned[0]):
             yield said(one, loss=float(step.values[slot]), rows=step.rows)
+
+
+def _is_of_layer(step: Step, slot: Slot) -> bool:
+    """Whether a trained layer gives a tensor, which has any size then."""
+    last = next((one for one in step.path(slot) if one.kind not in _SAME), None)
+    return last is not None and last.kind in _LAYERS and not step.parameters.keys().isdisjoint(last.given)
 
 
 def _is_distance(step: Step, operation: Operation) -> bool:

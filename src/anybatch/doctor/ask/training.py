@@ -96,9 +96,10 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     is_fresh = len(once) > (1 - _REPEATED) * int(counted.sum())  # none came twice, to be learned by heart
     inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
     labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh)
+    is_mask = _is_mask(given["target"], name)
     if labels is None:
-        _refuse_few(len(once), _LEAST_MASKS if _is_mask(targets, name) else _LEAST_NUMBERS)
-        is_related = _related(*(one.double().reshape(len(once), -1) for one in (inputs, targets)))
+        _refuse_few(len(once), _LEAST_MASKS if is_mask else _LEAST_NUMBERS)
+        is_related = _related(*(_thinned(one.reshape(len(once), -1)).double() for one in (inputs, targets)))
     else:
         seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
         is_related = _agree(inputs, labels) or _correlated(inputs, labels, count)
@@ -107,7 +108,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     if module is None:
         raise Unknown("the model is gone")
     order, size = _order(len(once), 3), max(min(_MOST_ROWS, len(once) // _FEWEST_PARTS), 1)
-    options = {} if labels is not None else given  # weights of classes are in no guess
+    options = {key: given[key] for key in _SHAPING if key in given}  # weights of classes are in no guess
     parts = [
         (inputs[part], name, options | {"target": targets[part], "shape": (size, *given["shape"][1:])})
         for part in order.split(size) if len(part) == size
@@ -116,9 +117,14 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     best, held_out = _held_out(fresh(unwrapped(module)), parts, until, False), size * (len(parts) - cut)
     # of two classes, what is known of how frequent they are in the rest is enough; of more, it differs by chance
     guess = _guessed(parts[cut:] if labels is None or len(labels.unique()) == 2 else parts)
-    by_chance = max(_LITTLE * guess, _chance(labels, guess) / held_out**0.5)
+    by_chance = max(_LITTLE * guess, 0.0 if is_mask else _chance(labels, guess) / held_out**0.5)
     answer = "yes" if best >= guess - by_chance else "no"
     return told("labels", root=root, answer=answer, **seen, guess=guess, held_out=best)
+
+
+def _thinned(rows: torch.Tensor) -> torch.Tensor:
+    """Some columns, evenly spread, where there are many, as pixels."""
+    return rows[:, :: -(-rows.shape[1] // _MOST_COLUMNS)]
 
 
 def _chance(labels: torch.Tensor | None, guess: float) -> float:
@@ -150,7 +156,7 @@ def _of_rows(batches: Sequence[Batch]) -> list[Batch]:
 def _fits(target: torch.Tensor, name: str, shape: Any) -> bool:
     """Whether a loss compares one output with each target, or one for each class with the class of a row."""
     if name in OF_CLASSES:
-        is_mask = _is_mask(target, name) and (shape[0], *shape[2:]) == target.shape
+        is_mask = _is_mask(target, name) and (shape[0], *shape[2:]) == target.shape and int(target.max()) < shape[1]
         return is_mask or (_classes(target, name) is not None and len(shape) == 2)
     is_one = name in _DISTANCES or _is_mask(target, name) or _classes(target, name) is not None
     return is_one and math.prod(shape) == target.numel()
@@ -264,6 +270,7 @@ _FROZEN_BATCHES, _FROZEN_SECONDS, _FROZEN_RATE, _MOST_NUMBERS = 6, 4.0, 5e-3, 1 
 _MOST_READ, _READING = 64, 2.0  # batches, and seconds
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _HOW = ("weight", "ignore_index", "label_smoothing", "beta", "delta", "pos_weight")
+_SHAPING = ("beta", "delta")
 _OF_SCORES = "binary_cross_entropy_with_logits"
 
 
@@ -340,7 +347,8 @@ def _guessed(batches: list[Batch]) -> float:
         return float(torch.special.entr(shares).sum(-1).mean())
     else:
         constant = target.median(0).values if name == "l1_loss" else target.mean(0)
-    return float(getattr(functional, name)(constant.expand_as(target), target))
+    rest = {key: one for key, one in batches[0][2].items() if key in _SHAPING}
+    return float(getattr(functional, name)(constant.expand_as(target), target, **rest))
 
 
 def _held_out(module: nn.Module, batches: list[Batch], until: float, thaw: bool) -> float:
@@ -380,7 +388,7 @@ def _loss_of(model: nn.Module, first: torch.Tensor, name: str, given: dict[str, 
 
 
 _LEAST_NUMBERS, _LEAST_MASKS = 150, 90
-_MOST_PIXELS = 1 << 18  # of a batch
+_MOST_PIXELS, _MOST_COLUMNS = 1 << 20, 512  # of a batch, and of those that are compared
 _KNOWS = 3.0  # standard errors of a correlation
 
 

@@ -96,8 +96,10 @@ def _inputs(run: Run, far: float, share: float, small: float) -> Iterator[Found]
         fix, apart = "x = x / 255" if image else f"x = (x - {mean:.3g}) / {std or 1.0:.3g}", ""
         seen: dict[str, float] = {}
         if one.small_columns >= small:
-            fix = "x = (x - x.mean(0)) / x.std(0)  # of the training rows, before the split in batches"
-            apart = f", of which {one.small_columns:.0%} of its columns have less than a tenth"
+            pixels = (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
+            fix = "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows, before the split in batches"
+            fix = "x = x / 255" if pixels and one.shape[-1] >= _OF_PICTURES else fix
+            apart = f", while {one.small_columns:.0%} of its columns have less than a tenth of that"
             seen = {"small_columns": one.small_columns}
         yield Found(
             text=f"The input {one.name or '0'} of {root_variable(run, one.root)} has mean {mean:.3g} and standard "
@@ -109,6 +111,9 @@ def _inputs(run: Run, far: float, share: float, small: float) -> Iterator[Found]
             module=_entrance(run, one),
             evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)} | seen,
         )
+
+
+_OF_PICTURES = 64  # columns: flat pictures rather than a table
 
 
 def _drifting(run: Run, times: float) -> Iterator[Found]:

@@ -1,6 +1,7 @@
 """Rules on what targets hold: labels without relation, and constant targets."""
 
 import math
+import re
 from collections.abc import Iterator
 from statistics import fmean, stdev
 
@@ -19,7 +20,7 @@ from anybatch.records.samples import Scored
 _LOOKS, _TARGETS = 5, 100
 """So many calls, and targets in them, are looked at before all are said to be of one class."""
 
-_NAMED = 8  # of classes
+_NAMED, _GUESSING = 8, 0.5  # classes, and an accuracy that is not of what was learned
 
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
@@ -218,22 +219,27 @@ def _told_one_thing(run: Run, steps: float) -> Iterator[Found]:
 
 
 @rule("AB680", "CLASS_UNCOUNTED", "warning")
-def class_uncounted(run: Run) -> Iterator[Found]:
+def class_uncounted(
+    run: Run, *, late: float = Limit(0.75, "of the run, where targets were looked at last: others may come later")
+) -> Iterator[Found]:
     """Classes that the model has an output for and never learns."""
     yield from say(run, "AB680")
     calls = {(one.file, one.line, one.classes): one for one in run.of(LossCall) if one.guess is not None}
+    printed = re.search(r'prints "[^"]*" ([0-9.e-]+)', outcome(run).said)
+    is_guessing = printed is not None and 0 <= float(printed[1]) <= _GUESSING
     for one in calls.values():  # the last ones, which know most
-        if one.absent:
-            several = (
-                f"classes {listed(map(str, one.absent[:_NAMED]))}" if len(one.absent) > 1 else f"class {one.absent[0]}"
-            )
+        if one.absent and one.step >= late * run.steps:
+            several = f"class {one.absent[0]}"
+            if len(one.absent) > 1:
+                several = f"classes {listed(map(str, one.absent[:_NAMED]))}"
             yield Found(
-                text=f"No target of {one.function}{near(one)} was of {several}, of {one.classes}, and all others come "
-                "about as often as each other: the model has an output for what it never learns.",
+                text=f"No target of {one.function}{near(one)} that was looked at is of {several}, of {one.classes}, "
+                "and all others come about as often as each other: the model has an output for what it does not learn.",
                 fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # before the data are split",
-                cause="Where the evaluation has these classes, the data were sorted by class when they were split.",
+                cause="Where the evaluation has these classes, the data were sorted by class when they were split; "
+                "where it has none either, the model has more outputs than there are classes.",
                 since=one,
                 step=0,
                 evidence={"absent": list(one.absent[:_NAMED]), "classes": one.classes},
-                severity="" if 'prints "' in outcome(run).said else "info",
+                severity="" if is_guessing else "info",
             )

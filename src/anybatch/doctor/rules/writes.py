@@ -89,7 +89,8 @@ def symmetric_init(
         what, count = ("columns", first.shape[1]) if first.role == "embedding" else ("rows", first.shape[0])
         text = f"All {count} {what} of {first.name}"
         text += f" ({first.constant:g})" if first.constant is not None else ""
-        text += f" are equal, and so are the {what} of its gradient"
+        of_gates = " within each gate" if first.name.rpartition(".")[2].startswith(("weight_ih", "weight_hh")) else ""
+        text += f" are equal, and so are the {what} of its gradient{of_gates}"
         text += f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."
         fix = f"nn.init.kaiming_normal_({_code(run, first)})"
         cause = "Units with the same weights get the same gradient and stay the same for ever."

@@ -59,7 +59,7 @@ class Guesses:
     ) -> torch.Tensor | None:
         classes = first.shape[1] if first.dim() > 1 else first.numel()
         smoothing = float(given.get("label_smoothing") or 0.0)
-        every = target.numel()
+        every = target.numel() if target.dim() == 1 and first.dim() == 2 else -1
         target = target[target != int(given.get("ignore_index", -100))].long()
         if classes > _MOST_KEPT or classes < 2 or not target.numel():
             return None
@@ -70,7 +70,7 @@ class Guesses:
             (name, classes), torch.stack([counts, counts > 0, torch.ones_like(counts)]), target.numel()
         )
         seen, within, calls = known.unbind()
-        if target.numel() == every:  # what has no label may be of any class
+        if target.numel() == every:  # one for each row; what has no label may be of any class
             self.absent = _absent(seen, within, int(calls[0]), number)
         different = int((seen > 0).sum())
         if different < 2 or number < max(_LEAST_ROWS, _PER_CLASS * different):
