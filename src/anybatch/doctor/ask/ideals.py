@@ -106,7 +106,8 @@ def bottomless(step: Step) -> Iterator[Probed]:
 def _is_of_layer(step: Step, slot: Slot) -> bool:
     """Whether a trained layer gives a tensor, which has any size then."""
     last = next((one for one in step.path(slot) if one.kind not in _SAME), None)
-    return last is not None and last.kind in _LAYERS and not step.parameters.keys().isdisjoint(last.given)
+    weights = [one for one in last.given if id(step.parameters.get(one)) in step.tape.trained] if last else []
+    return last is not None and last.kind in _LAYERS and bool(weights)
 
 
 def _is_distance(step: Step, operation: Operation) -> bool:

@@ -227,8 +227,9 @@ def class_uncounted(
     calls = {(one.file, one.line, one.classes): one for one in run.of(LossCall) if one.guess is not None}
     printed = re.search(r'prints "[^"]*" ([0-9.e-]+)', outcome(run).said)
     is_guessing = printed is not None and 0 <= float(printed[1]) <= _GUESSING
-    for one in calls.values():  # the last ones, which know most
-        if one.absent and one.step >= late * run.steps:
+    tokens = {one.shape[0] for one in run.parameters.values() if one.role == "embedding"}
+    for one in calls.values():  # the last ones, which know most; a token may only begin a sequence, or mask a place
+        if one.absent and one.classes not in tokens and one.step >= late * run.steps:
             several = f"class {one.absent[0]}"
             if len(one.absent) > 1:
                 several = f"classes {listed(map(str, one.absent[:_NAMED]))}"
