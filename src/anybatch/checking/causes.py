@@ -167,6 +167,13 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "rounding": Cause(
+        "not-additive",
+        "The gradient of a split is another one, {error:off}, but rounding each weight once moves the whole batch's as "
+        "much: the model lets rounding grow, and in its own precision that can't be told from another cause. It is "
+        "known once the model runs in float64.",
+        (WHOLE,),
+    ),
     "divided by itself": Cause(
         "not-additive",
         "The loss is {value:.4g} for any samples, and only its gradient depends on them: a mean is divided by its own "

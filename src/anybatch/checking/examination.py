@@ -30,7 +30,6 @@ from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
-_ROUNDINGS = 24  # the same in the model's own precision, in steps of that: of deep models less than 2 were seen
 _PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
 
 
@@ -309,9 +308,18 @@ class Examination(Case):
             self.notes.append(reason("even batch", path, {"labels_per_sample": number}, path=path))
 
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
-        """The bound of rounding where it was not computed in float64: in a precision, or in that of the parameters."""
-        kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()] if dtype is None else [dtype]
-        return _ROUNDINGS * max((torch.finfo(kind).eps for kind in kinds), default=2.0**-23)
+        """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
+        kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()]
+        unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
+        parts = max(len(split) for split in self.splits)
+        rounding = min(self._rounding(unit), math.sqrt(unit))  # what is more than that is a state that moves on
+        return 3 * max(rounding, 16 * unit) + unit * math.sqrt(parts)
+
+    def _rounding(self, unit: float) -> float:
+        """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""
+        self.unit = unit
+        with self.rig.rounded(unit):
+            return self.rig.run().error(self.whole)
 
 
 def _is_of_items(found: Reason) -> bool:

@@ -34,7 +34,7 @@ from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import without_modes
-from anybatch.tensors.graph import OutsideLeaves
+from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
@@ -56,6 +56,10 @@ def muted(hooks: Any, undo: ExitStack) -> None:
     if hooks:
         undo.callback(hooks.update, dict(hooks))
         hooks.clear()
+
+
+class _OutsideLeaves(Exception):
+    """A loss depends on leaves that no module holds."""
 
 
 class Rig:
@@ -93,6 +97,7 @@ class Rig:
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
         self._with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
+        self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
 
     @property
@@ -141,10 +146,14 @@ class Rig:
             if isinstance(value, (dict, set)):
                 undo.callback(value.update, value.copy())
                 undo.callback(value.clear)  # which comes before
+        twins: dict[int, torch.Tensor] = {}  # of buffers that were computed, whose graph is the user's
         for name, module in modules.values():
             is_script = isinstance(module, torch.jit.ScriptModule)  # which holds its buffers elsewhere
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None and not buffer.is_meta:
+            for key, given in list(module._buffers.items()):
+                if given is not None and not given.is_meta:
+                    buffer = given
+                    if given.grad_fn is not None and not is_script:
+                        buffer = module._buffers[key] = twins.setdefault(id(given), given.detach().clone())
                     self._copy_values(buffer)
                     if not is_script:
                         values = buffer.detach().clone()
@@ -187,20 +196,19 @@ class Rig:
         Args:
             trained: the ``id`` s of parameters that the loss trains itself, whose gradients are its own.
         """
-        outside = OutsideLeaves(self.parameters)
+        self._trained = trained
         named = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) not in trained]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        inside, loss_fn = len(self.parameters), _with_each(self.task.loss_fn, lambda _, loss: loss)  # not in pieces
-        try:
-            whole = self.run(loss_fn=loss_fn, outside=outside)
-        finally:
-            for leaf, gradient in outside.found:
-                leaf.grad = gradient
-        if found := [leaf for leaf, _ in outside.found if id(leaf) not in trained]:
-            for leaf in found:
-                self._copy_values(leaf)
-                self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
-            whole = self.run(loss_fn=loss_fn)
+        inside = len(self.parameters)
+        loss_fn, is_found = self._looking_for_leaves(), False
+        while not is_found:
+            try:
+                whole = self.run(loss_fn=loss_fn)
+                is_found = True
+            except _OutsideLeaves as found:
+                for leaf in found.args:
+                    self._copy_values(leaf)
+                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
         kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
         self.parameters = [self.parameters[i] for i in kept]
@@ -208,6 +216,20 @@ class Rig:
         whole.gradients = [whole.gradients[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
+
+    def _looking_for_leaves(self) -> LossFunction:
+        """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
+        stopped: set[str] = set()
+
+        def look(name: str, loss: Any) -> Any:
+            known = {id(parameter) for parameter in self.parameters} | {*self._trained}
+            behind = leaves_of(loss.total if isinstance(loss, Mean) else loss)
+            if (found := [leaf for leaf in behind if id(leaf) not in known]) and name not in stopped:
+                stopped.add(name)
+                raise _OutsideLeaves(*found)
+            return loss
+
+        return _with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk."""
@@ -262,7 +284,6 @@ class Rig:
         splittable: Splittable | None = None,
         fresh: bool = True,
         carries: Collection[Effect] = (),
-        outside: OutsideLeaves | None = None,
         **changes: Any,
     ) -> Outcome:
         """The gradient of the batch, as a step would compute it.
@@ -272,13 +293,12 @@ class Rig:
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
             carries: what goes over all the same, of what a run changes in Python.
-            outside: collects leaves that are not known yet.
             **changes: of the task, such as another ``loss_fn``, ``count`` or ``batch_norm``.
         """
         splittable = copies_of(splittable or self.splittable, self.dtype)
         parts = splittable.plan(None) if parts is None else parts
         turns = Turns(self.stand_ins, splittable.rows, [part.samples for part in parts])
-        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes}, outside)
+        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
         """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
@@ -306,7 +326,7 @@ class Rig:
 
     def _run(
         self, splittable: Splittable, parts: Sequence[Part], turns: Turns, fresh: bool, carries: Collection[Effect],
-        changes: Mapping[str, Any], outside: OutsideLeaves | None = None,
+        changes: Mapping[str, Any],
     ) -> Outcome:  # fmt: skip
         def begin() -> None:
             """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
@@ -334,7 +354,7 @@ class Rig:
         self._restore_buffers()  # at which the power iterations of spectral norms begin
         self._random.restore()  # from which the seed of masks is drawn
         with self.stand_ins or contextlib.nullcontext():
-            weights, sums = run_pass(task, parts, self.parameters, Progress(), outside=outside)
+            weights, sums = run_pass(task, parts, self.parameters, Progress())
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
@@ -343,6 +363,20 @@ class Rig:
                 "learn from"
             )
         return Outcome(values_of(sums), counts, gradients)
+
+    @contextlib.contextmanager
+    def rounded(self, unit: float) -> Iterator[None]:
+        """A context in which every weight is changed by one rounding."""
+        before = [parameter.data for parameter in self.parameters]
+        generator = torch.Generator("cpu").manual_seed(0)
+        try:
+            for parameter, values in zip(self.parameters, before, strict=True):
+                signs = torch.randint(0, 2, values.shape, generator=generator, device="cpu").to(values.device) * 2 - 1
+                parameter.data = values + values * (signs * (2 * unit)).to(values.dtype)
+            yield
+        finally:
+            for parameter, values in zip(self.parameters, before, strict=True):
+                parameter.data = values
 
     def check_gradient(self, whole: Outcome) -> None:
         """Refuses a loss that gives no gradient to any parameter of the model."""
@@ -366,6 +400,7 @@ class Case:
     whole: Outcome  # what the whole batch gave
     splits: list[list[Part]]  # that are compared with it
     tolerance: float  # up to which relative error gradients are the same
+    unit: float = field(default=0.0, kw_only=True)  # of rounding, where it does not run in float64
     notes: list[Reason] = field(default_factory=list)  # of what else there is to know
 
     def compared(

@@ -27,6 +27,7 @@ from anybatch.loss.sequence import OverTime
 from anybatch.records.certificates import Reason
 from anybatch.update.passes import Task
 
+_ROUNDINGS = 3  # of every weight, which may be as far off as those in the parts
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
 
@@ -175,18 +176,24 @@ def _padding(case: Case, _: Comparison) -> list[Reason]:
     return []
 
 
-def _mixing_modules(case: Case, _: Comparison) -> list[Reason]:
+def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
     """The modules that got the same in the whole batch and in its parts, and gave something else."""
     rig, parts = case.rig, list[Recording]()
     with rig.visits.recording(range(rig.splittable.rows)) as whole:
-        rig.run()
+        ran = rig.run()
+    rounded = whole
+    if case.unit:
+        with rig.rounded(case.unit), rig.visits.recording(whole.samples) as rounded:
+            rounding = _ROUNDINGS * rig.run().error(ran)
+        if comparison.error <= rounding:
+            return [reason("rounding", evidence={"error": comparison.error, "rounding": rounding})]
     for split in case.splits:
         alone = rig.parts(split)
         for part in split:
             with rig.visits.recording(part.samples) as recording:
                 next(alone)
             parts.append(recording)
-    found = culprits(whole, parts, case.tolerance)
+    found = culprits(whole, parts, case.tolerance, rounded, _ROUNDINGS)
     if found:
         return [_mixing(case, *one, whole) for one in list(found.items())[:_MOST_MODULES]]
     if "" in rig.modules and gets_different_inputs(whole, parts, "", case.tolerance):

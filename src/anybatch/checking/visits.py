@@ -103,8 +103,14 @@ def _print(tensor: torch.Tensor, rows: int) -> Print:
     return Print(tuple(tensor.shape), along)
 
 
-def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> dict[str, float]:
+def culprits(
+    whole: Recording, parts: Sequence[Recording], tolerance: float, rounded: Recording, times: float
+) -> dict[str, float]:
     """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
+
+    Args:
+        rounded: the whole batch with weights that were rounded; what differs there as much is no coupling.
+        times: how often such a difference is rounding still.
 
     Returns:
         The modules in the order in which they ended, none whose own submodule is one; and the largest difference of a
@@ -113,7 +119,8 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> 
     found: dict[str, float] = {}
     for name, turn in whole.visits:
         gave = _largest(whole, parts, (name, turn), "gave")
-        if gave > tolerance and not _largest(whole, parts, (name, turn), "got") > tolerance:
+        least = max(tolerance, times * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
+        if gave > least and not _largest(whole, parts, (name, turn), "got") > tolerance:
             found[name] = max(gave, found.get(name, 0.0))
     return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
 
@@ -121,6 +128,20 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> 
 def gets_different_inputs(whole: Recording, parts: Sequence[Recording], module: str, tolerance: float) -> bool:
     """Whether a module already gets something else in the parts, so that samples were mixed before it."""
     return (module, 0) in whole.visits and _largest(whole, parts, (module, 0), "got") > tolerance
+
+
+def _moved(visit: Visit, other: Visit | None) -> float:
+    """The largest relative difference of what two calls on the same samples gave."""
+    pairs = zip(visit.gave, other.gave if other is not None else (), strict=False)
+    return max(
+        (
+            float((other.along[dim][0] - values).abs().max()) / max(largest, torch.finfo(torch.float64).tiny)
+            for one, other in pairs
+            if one.shape == other.shape
+            for dim, (values, largest) in one.along.items()
+        ),
+        default=0.0,
+    )
 
 
 def _contains(outer: str, inner: str) -> bool:

@@ -196,8 +196,9 @@ class OverTime(InPieces):
             chosen: the length that a plan has chosen.
         """
         given = self.chunk if self.mode == "truncated" else chosen or self.chunk
+        is_unknown = given is None and self.prepare is not None  # which may put the time elsewhere
         try:
-            total: float = Steps(batch, self.dim, self.broadcast).total
+            total: float = math.inf if is_unknown else Steps(batch, self.dim, self.broadcast).total
         except BatchError:
             total = math.inf  # before ``prepare``
         return (given or _SHORTEST, total) if total > (given or 2 * _SHORTEST) else None

@@ -178,6 +178,77 @@ def test_parameters_outside_of_the_modules_take_part_and_are_left_as_they_were()
     assert (scale.dtype, scale.data_ptr()) == (torch.float32, address)
 
 
+def test_a_leaf_outside_of_the_modules_is_in_float64_too_and_no_optimizer_moves_it() -> None:
+    scale, calls = nn.Parameter(torch.randn(3)), list[torch.Tensor]()
+    before = scale.detach().clone()
+    optimizer = torch.optim.SGD([scale], lr=0.1)
+
+    def step(leaf: torch.Tensor) -> None:
+        calls.append(leaf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    scale.register_post_accumulate_grad_hook(step)
+    for several in (False, True):
+
+        def loss_fn(model: nn.Module, batch: Batch, several: bool = several) -> Any:
+            loss = F.cross_entropy(model(batch["x"]) * scale, batch["y"])
+            return {"first": loss, "second": (model(batch["x"]) * scale).square().mean()} if several else loss
+
+        certificate = check(nn.Linear(5, 3), loss_fn, make_vectors())
+        assert [reason.message[:49] for reason in certificate.reasons] == [
+            "A post-accumulate-grad hook on a tensor of shape "
+        ]
+        assert certificate.dtype == "float64"
+        assert certificate.error < 1e-12
+        assert not calls
+        assert torch.equal(scale, before)
+        assert scale.grad is None
+
+
+def test_a_leaf_of_the_batch_is_in_float64_too() -> None:
+    batch = make_vectors()
+    batch["x"].requires_grad_()
+    certificate = check(nn.Linear(5, 3), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), batch)
+    assert certificate.exact, certificate
+    assert certificate.dtype == "float64"
+    assert batch["x"].grad is None
+
+
+def test_a_small_term_of_the_batch_is_found_beside_a_temperature_outside() -> None:
+    temperature = nn.Parameter(torch.tensor(0.3))
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        output: torch.Tensor = model(batch["x"])
+        return F.cross_entropy(output * temperature.exp(), batch["y"]) + 1e-5 * output.mean().square()
+
+    certificate = check(nn.Linear(5, 3), loss_fn, make_vectors())
+    assert [reason.code for reason in certificate.reasons] == ["not-additive"], certificate
+
+
+def test_the_graph_behind_a_buffer_is_left_to_the_user() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.logarithm = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+            self.scale: torch.Tensor
+            self.register_buffer("scale", self.logarithm.exp())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x) * self.scale
+            return result
+
+    model, batch = Computed(), make_vectors()
+    scale, values = model.scale, model.scale.detach().clone()
+    certificate = check(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), batch)
+    assert certificate.exact, certificate
+    assert certificate.dtype == "float64"
+    assert model.scale is scale
+    assert torch.equal(scale, values)
+    F.cross_entropy(model(batch["x"]), batch["y"]).backward()
+    assert model.logarithm.grad is not None
+
+
 def test_a_scripted_model_is_checked_and_left_as_it_was() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

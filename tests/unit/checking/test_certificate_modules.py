@@ -273,6 +273,60 @@ def test_a_model_that_can_not_run_in_float64_is_checked_in_its_own_precision() -
     assert only_reason(check(model, float32_only, wrong)).remedy == 'count=anybatch.count_tokens("y")'
 
 
+def float32_only(model: nn.Module, batch: Batch) -> torch.Tensor:
+    if batch["x"].dtype is not torch.float32:
+        raise TypeError("the kernel takes float32")
+    return F.mse_loss(model(batch["x"]), batch["t"])
+
+
+def wide(rows: int = 32) -> Batch:
+    return {"x": torch.randn(rows, 512), "t": torch.randn(rows, 3)}
+
+
+def chaotic(gain: float) -> nn.Module:
+    """A recurrent network of which rounding grows in each of its steps."""
+    recurrent = nn.Linear(256, 256)
+    nn.init.orthogonal_(recurrent.weight, gain)
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x).tanh()
+        for _ in range(50):
+            hidden = model.recurrent(hidden).tanh()
+        result: torch.Tensor = model.head(hidden)
+        return result
+
+    return Calls(forward, first=nn.Linear(512, 256), recurrent=recurrent, head=nn.Linear(256, 3))
+
+
+def test_rounding_that_a_model_lets_grow_is_no_reason_in_its_own_precision() -> None:
+    sharp = Calls(lambda m, x: m.head((300 * m.first(x)).sin()), first=nn.Linear(512, 256), head=nn.Linear(256, 3))
+    normed = [part for _ in range(60) for part in (nn.Linear(128, 128), nn.LayerNorm(128), nn.Tanh())]
+    for model in (sharp, nn.Sequential(nn.Linear(512, 128), *normed, nn.Linear(128, 3)), chaotic(1.5)):
+        certificate = check(model, float32_only, wide(), micro_batch_size=1)
+        assert certificate.exact, certificate
+        assert certificate.dtype == "float32"
+
+
+def test_no_module_is_blamed_where_rounding_alone_may_be_the_cause() -> None:
+    reason = only_reason(check(chaotic(3.0), float32_only, wide(), micro_batch_size=1))
+    assert "can't be told from another cause" in reason.message
+
+    def ratio(model: nn.Module, batch: Batch) -> torch.Tensor:
+        output: torch.Tensor = model(batch["x"])
+        return float32_only(model, batch) / output.std()
+
+    assert only_reason(check(chaotic(3.0), ratio, wide(), micro_batch_size=1)).code == "not-additive"
+
+
+def test_a_module_that_couples_is_named_in_its_own_precision() -> None:
+    model = Calls(
+        lambda m, x: m.head(m.recurrent(x.unflatten(1, (4, 128)))[0][:, -1]),
+        recurrent=nn.GRU(128, 8), head=nn.Linear(8, 3),
+    )  # fmt: skip
+    reason = only_reason(check(model, float32_only, wide()))
+    assert (reason.code, reason.where) == ("module", "recurrent")
+
+
 def test_float32_within_the_model_is_no_rounding_error() -> None:
     weights = torch.tensor([1.0, 1.0, 1.0])
 

@@ -574,3 +574,16 @@ def test_of_a_loss_in_blocks_that_sees_its_own_rows_only() -> None:
     assert check(linear(), anybatch.Coupled(encode, both_ways, row_block=4), vectors()).exact
     whole: Loss = lambda model, out: both_ways(model, out, slice(None))  # noqa: E731
     assert check(linear(), anybatch.Coupled(encode, whole), vectors()).exact
+
+
+@follows("rounding")
+def test_of_a_model_that_lets_rounding_grow() -> None:
+    def sharp(model: Any, batch: Batch) -> Any:
+        if batch["x"].dtype is not torch.float32:
+            raise TypeError("the kernel takes float32")
+        return F.cross_entropy((3e5 * model(batch["x"])).sin(), batch["y"])
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(32, 512), "y": torch.arange(32) % 3}
+    said(check(nn.Linear(512, 3), sharp, batch, micro_batch_size=1), WHOLE)
+    assert_whole_is_plain(nn.Linear(512, 3), sharp, batch)

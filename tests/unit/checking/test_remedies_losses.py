@@ -477,14 +477,14 @@ for mended in (lambda m, b: m(b["x"] * 2), lambda m, b: m(b["x"].clone().mul_(2)
         partial(same, coupled(mended)),
     )
 case(
-    "outputs._begin",
+    "coupling.add",
     "expected at least one, with one row a sample",
     lambda: gradient_of(coupled(lambda m, b: 3)),
     lambda: same(coupled(out)),
 )
 CALLS = itertools.count()
 case(
-    "outputs.refuse_others",
+    "coupling.refuse_others",
     "What it counts from call to call is given with the batch",
     lambda: gradient_of(coupled(lambda m, b: out(m, b) * next(CALLS))),
     lambda: same(coupled(lambda m, b: out(m, b) * b["calls"]), {**vectors(), "calls": next(CALLS)}),
@@ -494,7 +494,7 @@ for mended in (
     coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)), keep=1_000_000),
 ):
     case(
-        "outputs.refuse_others",
+        "coupling.refuse_others",
         "Draw from these and not from a generator of its own",
         lambda: gradient_of(coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)))),
         partial(gradient_of, mended),
@@ -514,19 +514,19 @@ def once_more(first: set[float]) -> Any:
 
 
 case(
-    "outputs.refuse_others",
+    "coupling.refuse_others",
     "when it ran again",
     lambda: gradient_of(coupled(once_more(set()), lambda m, o: pairs(m, o[0]))),
     lambda: same(coupled(out)),
 )
 case(
-    "outputs._column",
+    "coupling._column",
     "What is no tensor is in the batch",
     lambda: gradient_of(coupled(lambda m, b: (out(m, b), float(b["x"][0, 0])), lambda m, o: o[0].square().mean())),
     lambda: same(coupled(out, lambda m, o, b: o.square().mean() * b["x"][0, 0])),
 )
 case(
-    "outputs._column",
+    "coupling._column",
     "pool or pad them in encode",
     lambda: gradient_of(
         coupled(lambda m, b: out(m, b)[:, : 1 + int(b["y"].sum() % 2)], lambda m, o: o.square().mean()), size=5
@@ -534,13 +534,13 @@ case(
     lambda: same(coupled(lambda m, b: out(m, b).mean(1), lambda m, o: o.square().mean())),
 )
 case(
-    "outputs._of_another_structure",
+    "coupling._of_another_structure",
     "expected the same containers around tensors",
     lambda: gradient_of(coupled(lambda m, b: [out(m, b)] * (1 + len(b["x"]) % 2), lambda m, o: o[0].mean()), size=5),
     lambda: same(coupled(lambda m, b: [out(m, b)] * 2, lambda m, o: o[0].mean())),
 )
 case(
-    "outputs._check_rows",
+    "coupling._check_rows",
     "is computed in the loss",
     lambda: gradient_of(coupled(lambda m, b: out(m, b).mean(0))),
     lambda: same(coupled(out, lambda m, o: o.mean(0).square().sum())),
@@ -560,7 +560,7 @@ for operation in (lambda o: o * 2, lambda o: o.clone().mul_(2)):
     )
 for wrong in (3, lambda model: model):
     case(
-        "pieces.check_callable",
+        "losses.check_callable",
         "Coupled(encode=)",
         partial(Coupled, wrong, pairs),
         lambda: same(coupled(out)),

@@ -289,19 +289,19 @@ says = "expected mode='exact', or a loss within chunk_loss"
 case("sequence._first_to_last", says, lambda: ending("truncated"), lambda: ending("exact"))
 case("sequence._first_to_last", says, lambda: ending("truncated"), lambda: ending("truncated", None))
 case(
-    "timesteps.__init__",
+    "states.__init__",
     "which is not in the batch",
     lambda: timed(over(broadcast=["v"])),
     lambda: same_in_time(over(broadcast=["w"])),
 )
 case(
-    "timesteps.__init__",
+    "states.__init__",
     "expected tensors of shape [rows, time, ...]",
     lambda: timed(over(), {"x": torch.zeros(6)}),
     lambda: same_in_time(over()),
 )
 case(
-    "timesteps.__init__",
+    "states.__init__",
     "expected at least one",
     lambda: timed(over(), {"x": sequences()["x"][:, :0]}),
     lambda: same_in_time(over()),
@@ -311,25 +311,25 @@ for mended in (
     partial(timed, over(in_packs, broadcast=["w"]), packed(w=sequences()["w"]), size=None),
 ):
     case(
-        "timesteps._look_at",
+        "states._look_at",
         "expected that it is packed, too, or that OverTime(broadcast=...) names it",
         lambda: timed(over(in_packs), packed(w=sequences()["w"]), size=None),
         mended,
     )
 case(
-    "timesteps._look_at",
+    "states._look_at",
     "expected the same lengths for all",
     lambda: timed(over(in_packs), {**packed(), "w": packed((8, 8, 8, 3, 2, 1), ("w",))["w"]}, size=None),
     lambda: timed(over(in_packs), packed(names=("x", "w")), size=None),
 )
 case(
-    "timesteps._note",
+    "states._note",
     "Name what is no sequence in OverTime(broadcast=...)",
     lambda: timed(over(), {**sequences(), "v": torch.ones(6, 3)}),
     lambda: same_in_time(over(broadcast=["v"]), {**sequences(), "v": torch.ones(6, 3)}),
 )
 case(
-    "timesteps.share",
+    "states.share",
     "count has no entry for the loss",
     lambda: timed(over(step_by(lambda o: {"b": o.square().mean()})), count={"a": count_samples}),
     lambda: same_in_time(over(step_by(lambda o: {"b": o.square().mean()})), count={"b": count_samples}),
@@ -342,13 +342,13 @@ def of_a_plain_loss(model: Any, chunk: Any, state: Any) -> Any:
 
 
 case(
-    "timesteps._counted",
+    "states._counted",
     "expected anybatch.Mean(total, number of steps)",
     lambda: timed(over(of_a_plain_loss), packed()),
     lambda: same_in_time(over(in_packs), packed()),
 )
 case(
-    "timesteps._counted",
+    "states._counted",
     "or count= with a function that counts the steps",
     lambda: timed(over(of_a_plain_loss), packed()),
     lambda: same_in_time(over(of_a_plain_loss), packed(), count=lambda b: len(b["x"].data)),
@@ -369,7 +369,7 @@ def language(shift: int) -> Any:
 
 
 case(
-    "timesteps._counted",
+    "states._counted",
     "shift them in the batch (x = tokens[:, :-1], y = tokens[:, 1:])",
     lambda: timed(language(1), {"x": tokens(), "y": tokens()}, count=anybatch.count_tokens("y", shift=1)),
     lambda: same_in_time(language(0), {"x": tokens()[:, :-1], "y": tokens()[:, 1:]}, count=anybatch.count_tokens("y")),
@@ -411,7 +411,7 @@ case(
     lambda: with_rest(lambda c: 1.0),
 )
 case(
-    "pieces.added_metrics",
+    "sums.added_metrics",
     "expected a Mean, which can be added up",
     lambda: timed(over(lambda m, c, s: (*step_by()(m, c, s), {"m": torch.ones(3)}))),
     lambda: same_in_time(over(lambda m, c, s: (*step_by()(m, c, s), {"m": Mean(3.0, 3)}))),

@@ -272,3 +272,22 @@ def test_batch_norm_in_a_chunk_is_refused() -> None:
         anybatch.backward(model, anybatch.OverTime(chunk_loss, lambda m, b: None, chunk=chunk), batch)
     model.eval()
     anybatch.backward(model, anybatch.OverTime(chunk_loss, lambda m, b: None, chunk=4), batch)
+
+
+@pytest.mark.parametrize("steps", [11, 100])
+def test_batch_norm_after_prepare_is_refused_for_where_the_time_is_is_not_known(steps: int) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.rnn = nn.BatchNorm1d(6), nn.GRU(6, 3, batch_first=True)
+
+    def chunk_loss(model: Any, chunk: Batch, state: Any) -> Any:
+        output, state = model.rnn(model.norm(chunk["x"].mT).mT, state)
+        return lambda: (output - chunk["y"][:, None, None]).square().mean(), state
+
+    def channels_last(_: Any, batch: Batch) -> Batch:
+        return {"x": batch["x"].mT, "y": batch["y"]}
+
+    loss_fn = anybatch.OverTime(chunk_loss, lambda m, b: None, prepare=channels_last)
+    with pytest.raises(anybatch.NotSplittable, match="norm"):
+        anybatch.backward(Normed(), loss_fn, {"x": torch.randn(4, 6, steps), "y": torch.randn(4)})
