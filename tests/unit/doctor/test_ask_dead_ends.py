@@ -205,38 +205,6 @@ def test_a_volume_that_is_that_of_the_map_is_not_told(kind: str, expected: str) 
     assert answer(lambda: flow(kind), "false volume") == expected
 
 
-class Signs(torch.autograd.Function):
-    """Signs whose gradient is that of what is within, or beyond, a limit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, limit: float, within: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.limit, ctx.within = limit, within
-        return torch.where(x >= 0, 1.0, -1.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return grad * ((x.abs() <= ctx.limit) == ctx.within), None, None
-
-
-def signs(limit: float, *, within: bool) -> None:
-    net, table = nn.Linear(6, 12), nn.Linear(12, 3)
-    optimizer = torch.optim.Adam([*net.parameters(), *table.parameters()])
-    for _ in range(4):
-        hidden = torch.tanh(net(torch.randn(ROWS, 6)))
-        made = Signs.apply(hidden, limit, within)  # type: ignore[no-untyped-call]
-        loss = F.cross_entropy(table(made), torch.randint(0, 3, (ROWS,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def test_a_mask_that_shuts_out_every_entry_near_a_jump_is_told_and_one_that_lets_them_pass_is_not() -> None:
-    assert answer(lambda: signs(1.0, within=False), "function gradient") == "yes"
-    assert answer(lambda: signs(1.0, within=True), "function gradient") == "no"
-
-
 def critics(sign: int, times: int) -> None:
     maker, critic = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6)), nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
     makes, judges = (torch.optim.Adam(one.parameters()) for one in (maker, critic))
