@@ -320,7 +320,9 @@ def _counted(
         return weights, batches
     if reducer.is_shared:
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
-    if differentiate and task.batch_norm == "refuse" and as_over_time(task.loss_fn) and task.cut_of_time is not None:
+    over_time = as_over_time(task.loss_fn)
+    is_cut = over_time is not None and (over_time.prepare is not None or task.cut_of_time is not None)
+    if differentiate and task.batch_norm == "refuse" and is_cut:
         # BatchNorm in a chunk of time would see the steps of that chunk only.
         refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once

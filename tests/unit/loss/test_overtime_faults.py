@@ -274,8 +274,9 @@ def test_batch_norm_in_a_chunk_is_refused() -> None:
     anybatch.backward(model, anybatch.OverTime(chunk_loss, lambda m, b: None, chunk=4), batch)
 
 
+@pytest.mark.parametrize("chunk", [None, 30])
 @pytest.mark.parametrize("steps", [11, 100])
-def test_batch_norm_after_prepare_is_refused_for_where_the_time_is_is_not_known(steps: int) -> None:
+def test_batch_norm_after_prepare_is_refused_for_where_the_time_is_is_not_known(steps: int, chunk: int | None) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -288,6 +289,6 @@ def test_batch_norm_after_prepare_is_refused_for_where_the_time_is_is_not_known(
     def channels_last(_: Any, batch: Batch) -> Batch:
         return {"x": batch["x"].mT, "y": batch["y"]}
 
-    loss_fn = anybatch.OverTime(chunk_loss, lambda m, b: None, prepare=channels_last)
+    loss_fn = anybatch.OverTime(chunk_loss, lambda m, b: None, prepare=channels_last, chunk=chunk)
     with pytest.raises(anybatch.NotSplittable, match="norm"):
         anybatch.backward(Normed(), loss_fn, {"x": torch.randn(4, 6, steps), "y": torch.randn(4)})
