@@ -158,3 +158,10 @@ def test_each_folder_has_a_drawing_on_the_page() -> None:
     page = PAGES["docs/how-it-works.md"].read_text(encoding="utf-8")
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} | {"step"}
     assert not sorted(name for name in folders if f"](drawings/{name}.svg)" not in page)
+
+
+def test_files_that_drawings_name_are_there() -> None:
+    text = (ROOT / "docs" / "drawings" / "drawings.txt").read_text(encoding="utf-8")
+    named = {one for line in text.splitlines() if not line.startswith("#") for one in re.findall(r"\b\w+\.py\b", line)}
+    assert len(named) > 20
+    assert named - {path.name for path in PACKAGE.rglob("*.py")} <= {"train.py", "write_drawings.py"}
