@@ -73,7 +73,7 @@ def update_lost_precision(
 
 @rule(
     "AB558", "SYMMETRIC_INIT", "error", needs=(Norms,),
-    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_LOW"),
+    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_LOW", "LR_TOO_HIGH"),
 )  # fmt: skip
 def symmetric_init(
     run: Run, *, share: float = Limit(0.6, "of the first ten samples: rounding tells equal rows apart later")
@@ -141,7 +141,8 @@ def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], first: 
         return False
     begins = facts.role in ("weight", "other", "embedding") and (facts.equal_rows or facts.constant is not None)
     rows = sum(facts.parameter in norms.equal_grad_rows for norms in first)
-    if begins and rows >= 2 and rows >= share * min(len(first), len(seen)):
+    told = sum(one.grad != 0 for norms, one in seen if norms.step <= first[-1].step)  # a dead unit has equal rows, too
+    if begins and rows >= 2 and rows >= share * told:
         return True
     return facts.constant == 0 and len(seen) >= 5 and all(one.grad == 0 and one.update == 0 for _, one in seen)
 
