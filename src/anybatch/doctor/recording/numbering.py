@@ -371,8 +371,8 @@ class Numbering:
         touched, held = dict[int, None](), dict[int, None]()
         for number in (*died, model.number):
             for key in self._held.pop(number, ()):
-                where = self._where[key]
-                where.places = [place for place in where.places if place.root != number]
+                before = self._where[key]
+                before.places = [place for place in before.places if place.root != number]
                 touched[key] = None
         for name, module, registered in model.modules():
             kind = describing.kind_of(module)
