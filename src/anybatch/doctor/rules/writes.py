@@ -44,7 +44,8 @@ def update_lost_precision(
     """Parameters in half precision that don't move."""
     for one in measured(run):
         lost: list[tuple[ParameterFacts, list[tuple[Norms, Entry]]]] = []
-        for number, seen in _series(one).items():
+        is_any = any(facts.dtype in _HALF for facts in run.parameters.values())
+        for number, seen in _series(one).items() if is_any else ():
             facts, taken = run.parameters[number], [(norms, entry) for norms, entry in seen if entry.grad > 0]
             known = facts.dtype in _HALF and len(taken) >= samples and one.groups[number][1].lr
             if known and sum(_lost(entry) > share for _, entry in taken) >= share * len(taken):
