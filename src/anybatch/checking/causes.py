@@ -83,7 +83,7 @@ CAUSES: dict[str, Cause] = {
     "not examined": Cause("not-examined", "Not examined: {what} ({text})."),
     "value": Cause(
         "value",
-        "The gradient is the whole batch's, but the value of the loss is {loss_error:.2g} off in micro-batches: it "
+        "The gradient is the whole batch's, but the value of the loss is {off} in micro-batches: it "
         "holds a term without gradient that does not add up over samples.",
     ),
     # a part that does not run
@@ -250,7 +250,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "time": Cause(
         "time",
-        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
+        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:off}. "
         "`chunk_loss` sees the steps of its chunk only. Hand on in the state what it needs of earlier ones, such as a "
         "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items. Chunks of "
         "{length} steps may be part of the loss: then this is as it should be.",
@@ -522,8 +522,10 @@ CAUSES: dict[str, Cause] = {
 }
 
 
-def how_far(error: float) -> str:
-    """How far one gradient or loss is off another, in words."""
+def how_far(error: float, apart: float = 0.0) -> str:
+    """How far one gradient or loss is off another, relative to it, or apart where it is 0 within rounding."""
+    if apart:
+        return f"{apart:.2g} off, where the whole batch's is 0"
     return f"{error:.2g} off" if math.isfinite(error) else "one is not finite"
 
 

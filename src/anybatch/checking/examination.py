@@ -14,7 +14,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages, even_labels
-from anybatch.checking.causes import reason, seeded
+from anybatch.checking.causes import how_far, reason, seeded
 from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.rig import Case, Rig
 from anybatch.checking.searches import joined, searched, wrong_averages
@@ -153,10 +153,17 @@ class Examination(Case):
         if names := self.rig.hooked_by_optimizers():
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
         if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
-            self.notes.append(reason("value", "loss", {"loss_error": comparison.loss_error()}))
+            self.notes.append(
+                reason(
+                    "value",
+                    "loss",
+                    {"loss_error": comparison.loss_error()},
+                    off=how_far(comparison.loss_error(), comparison.apart(self.tolerance)[1]),
+                )
+            )
         self.searched("bounds of what the samples give together", self._note_bound, None)
         self.searched("whether all samples weigh the same", self._note_even_batch, None)
-        return self._certificate(error, comparison.loss_error())
+        return self._certificate(error, comparison.loss_error(), *comparison.apart(self.tolerance))
 
     def _note_what_is_checked(self) -> None:
         rows, model = self.task.splittable.rows, type(self.task.model).__name__
@@ -169,7 +176,7 @@ class Examination(Case):
         if len(self.splits) == 1:
             self.notes.append(reason("one split", "batch", rows=rows))
 
-    def _certificate(self, error: float, loss_error: float) -> Certificate:
+    def _certificate(self, error: float, loss_error: float, apart: float = 0.0, loss_apart: float = 0.0) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
         return Certificate(
             model=type(self.task.model).__name__,
@@ -182,6 +189,8 @@ class Examination(Case):
             loss_error=loss_error,
             reasons=tuple(self.reasons),
             notes=tuple(self.notes),
+            apart=apart,
+            loss_apart=loss_apart,
         )
 
     def _reconsidered(self, comparison: Comparison) -> Comparison:

@@ -18,6 +18,7 @@ from anybatch.batch.batches import sizes_of
 from anybatch.checking.causes import COUPLED, WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
+from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
 from anybatch.checking.proving import Split
@@ -81,6 +82,7 @@ class Seen(NamedTuple):
     has_hooks: bool = False  # whether hooks or functions of the user's own may change gradients, which no value shows
     ranks: bool = False  # whether samples are put in an order, so that more of them may show something else
     room: int = 0  # bytes that samples with their gradients have taken
+    takes_hooks: bool = False  # whether a hook on the model is compiled with nothing
 
 
 def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | None, Seen] | None:
@@ -99,7 +101,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         note = "BatchNorm without running statistics sees other samples"
         return Proof("undecided", update=update, note=note), None, Seen()
-    with surroundings():
+    calls = CallsOf(task.model)
+    with surroundings(), calls.seen():
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
         if over_time is not None and (over_time[1] is not None or len(split.parts) < 2):
@@ -120,7 +123,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof = replace(with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
-    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, calls.take_hooks)
 
 
 def prove_among_many(split: Split) -> Found | None:
@@ -544,7 +547,7 @@ def refusal(
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({how_far(proof.error)})."
+        f"give another one as {sizes} than whole ({how_far(proof.error, proof.apart)})."
     )
     if proof.chunks:
         found = (
