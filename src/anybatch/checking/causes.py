@@ -3,12 +3,8 @@
 import dataclasses
 import math
 import string
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from anybatch.records.certificates import Reason
 
@@ -25,17 +21,6 @@ _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
     "step(batch)\n    {code} += 1  # here, once, and not in the loss",
 )
-
-
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error in one line, with the user's own line that it came of, where its traceback has one."""
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    first, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
 
 
 class Cause(NamedTuple):
@@ -512,11 +497,20 @@ CAUSES: dict[str, Cause] = {
             'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
         ),
     ),
+    "drawn together": Cause(
+        "not-additive",
+        "Samples meet others of the batch in the loss by random numbers of NumPy, Python or a generator of its own, as "
+        "by np.random.permutation, or it divides by a number of items that is drawn.",
+        (
+            WHOLE,
+            "batch = prepare(batch); step(batch)  # draw, and mix samples, before the batch is split",
+            "return anybatch.Mean(total, items)  # and not total / items, where items are drawn",
+        ),
+    ),
     "not held": Cause(
         "random",
-        "The model or the loss draws random numbers that can't be held for each sample, from numpy, from Python or "
-        "from a generator of its own, so a split can't be compared with the whole batch. Draw them when the batch is "
-        "made, or with torch.",
+        "Random numbers of NumPy, Python or a generator of the user's own can't be held for each sample, so a split "
+        "can't be compared with the whole batch. Draw them when the batch is made, or with torch.",
         ("batch['noise'] = torch.rand(len(batch['x']))  # before step(batch)",),
     ),
 }
@@ -573,12 +567,6 @@ def explained(error: float, explain: Callable[[], Reason]) -> Reason:
 
 
 _UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})
-
-
-def is_own(error: BaseException) -> bool:
-    """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])
 
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import COUPLED, WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import COUPLED, WHOLE, how_far, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
+from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
@@ -55,10 +56,11 @@ _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
     "sample; what is drawn once for the batch, draw before the step"
 )
-_MEET = (
-    "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told from "
-    "numbers of each sample's own"
-)
+_MEET = {  # by whether they do
+    None: "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told "
+    "here from numbers of each sample's own",
+    False: "no sample was seen to meet another by these numbers, so that each micro-batch just draws its own",
+}
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
@@ -428,9 +430,10 @@ class _Prover:
         reason = next((one for one in told if one.code not in _UNDECIDED), None)
         undecided = told[0] if told and reason is None else None
         if undecided is not None and undecided.code in ("not-finite", "random"):
-            if undecided.code == "not-finite" or difference.draws:
+            is_drawn = undecided.code == "random"
+            if not is_drawn or difference.draws:
                 proof = difference.proof("undecided", "", note=undecided.message)
-                return with_note(proof, _MEET) if undecided.code == "random" else proof, None
+                return with_note(proof, _MEET[undecided.evidence.get("meet")]) if is_drawn else proof, None
             reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
         is_of_chunk = reason is not None and isinstance(self._task.loss_fn, InPieces) and reason.code == "not-additive"

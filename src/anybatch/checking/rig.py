@@ -18,8 +18,9 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.causes import in_one_line, reason
+from anybatch.checking.causes import reason
 from anybatch.checking.cuts import splits_of
+from anybatch.checking.failures import in_one_line
 from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of
 from anybatch.checking.standins import DOUBLE, StandIns, Turns
@@ -229,7 +230,7 @@ class Rig:
                 raise _OutsideLeaves(*found)
             return loss
 
-        return _with_each(self.task.loss_fn, look)
+        return with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk."""
@@ -480,10 +481,10 @@ def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> Los
         factor = factor_of(name)
         return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
 
-    return _with_each(loss_fn, times)
+    return with_each(loss_fn, times)
 
 
-def _with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> LossFunction:
+def with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> LossFunction:
     """A loss function that gives what a function makes of each loss of another."""
 
     def evaluate(model: Any, batch: Any) -> Any:

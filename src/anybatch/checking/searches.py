@@ -17,6 +17,7 @@ from anybatch.checking.averages import Averages
 from anybatch.checking.causes import more, reason
 from anybatch.checking.cuts import placed_one_by_one
 from anybatch.checking.gradients import Comparison, Outcome, distance
+from anybatch.checking.meeting import meets
 from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Case, muted, scaled
 from anybatch.checking.state import shown_iterators
@@ -107,7 +108,8 @@ def _moving(case: Case, _: Comparison) -> list[Reason]:
     errors = [case.rig.run().error(first) for _ in range(2)]
     differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
     if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
-        return [reason("not held")]
+        met = meets(case)
+        return [reason("drawn together") if met else reason("not held", "loss", {"meet": met})]
     where, what = shown_iterators(case.rig.effects.found())
     return [reason("moves", where, {"moves": True}, what=what)] if differs else []
 
