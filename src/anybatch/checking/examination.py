@@ -26,7 +26,7 @@ from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.update.passes import Task
-from anybatch.update.refusals import without_statistics
+from anybatch.update.refusals import unused, without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
@@ -87,8 +87,18 @@ def _of_one(splittable: Splittable) -> Splittable:
 def _examined(task: Task, total: int) -> Certificate:
     with ExitStack() as stack:
         rig, whole, refused = opened(task, stack)
-        rig.check_gradient(whole)
+        _refuse_unused(rig, whole)
         return Examination(rig, whole, total, refused).certificate()
+
+
+def _refuse_unused(rig: Rig, whole: Outcome) -> None:
+    """Refuses a loss that gives no gradient to any parameter of the model, or to any of the inputs."""
+    model, inputs = rig.task.model, rig.task.settings.inputs
+    own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    pairs = zip(rig.parameters, whole.gradients, strict=True)
+    found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
+    if found and all(gradient is None for gradient in found):
+        raise unused(model, len(found), are_inputs=inputs is not None)
 
 
 def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:

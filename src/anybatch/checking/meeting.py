@@ -30,8 +30,9 @@ def meets(case: Case) -> bool | None:
     splittable, loss_fn = case.rig.splittable, case.rig.task.loss_fn
     if splittable.rows < _LEAST or isinstance(loss_fn, (Coupled, InPieces)):
         return None
-    runs = _Runs(case)
-    found = [runs.interact(ordered) for ordered in (_turned, _backwards)]  # the same numbers of items by chance
+    found = [_Runs(case).interact(_turned), _Runs(case).interact(_backwards)]
+    with case.rig.drawn_on():  # they may meet none of the other half by chance
+        found.append(_Runs(case).interact(_turned))
     return None if None in found else any(found)
 
 

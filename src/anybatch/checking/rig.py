@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import random
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -264,6 +265,20 @@ class Rig:
         of_torch, others = self._random.moved()
         return others or any(self.effects.drew()) or (torch_too and of_torch)
 
+    @contextlib.contextmanager
+    def drawn_on(self) -> Iterator[None]:
+        """Runs begin from another state of Python's and NumPy's generators in the block."""
+        before = self._random
+        before.restore()
+        random.random()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].random()
+        self._random = RandomState([self.device])
+        try:
+            yield
+        finally:
+            self._random = before
+
     def coupling(self) -> dict[str, torch.nn.Module]:
         """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
         found = coupling_modules(*modules_behind(self.task.model, self.task.loss_fn)).values()
@@ -378,19 +393,6 @@ class Rig:
         finally:
             for parameter, values in zip(self.parameters, before, strict=True):
                 parameter.data = values
-
-    def check_gradient(self, whole: Outcome) -> None:
-        """Refuses a loss that gives no gradient to any parameter of the model."""
-        model, inputs = self.task.model, self.task.settings.inputs
-        own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-        pairs = zip(self.parameters, whole.gradients, strict=True)
-        found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
-        if found and all(gradient is None for gradient in found):
-            kind = f"{len(found)} parameters of {type(model).__name__}" if inputs is None else f"{len(found)} inputs"
-            raise LossError(
-                f"the loss gave no gradient to any of the {kind}; expected a "
-                "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
-            )
 
 
 @dataclass
