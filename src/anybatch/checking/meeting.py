@@ -71,9 +71,22 @@ class _Runs:
         return error > self._case.tolerance * scale if math.isfinite(error) and math.isfinite(scale) else None
 
     def _gradient(self, moved: Mapping[int, int]) -> tuple[Outcome, Any]:
-        samples = self._rig.splittable.chosen([moved.get(place, place) for place in self._order])
+        samples, ends = self._rig.splittable.chosen([moved.get(place, place) for place in self._order]), list[Any]()
+
+        def ended() -> None:
+            ends.append((RandomState([self._rig.device]).state_dict(), self._rig.effects.generators()))
+
+        if (collate := samples.collate) is not None:  # after which the states are put back
+
+            def collated(raw: list[Any]) -> Any:
+                batch = collate(raw)
+                ended()
+                return batch
+
+            samples.collate = collated
         found = self._rig.run(splittable=samples, loss_fn=self._loss_fn, count=count_samples)
-        return found, (RandomState([self._rig.device]).state_dict(), self._rig.effects.generators())
+        ended()
+        return found, ends
 
 
 def _less(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

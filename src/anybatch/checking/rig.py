@@ -93,7 +93,7 @@ class Rig:
         self.stand_ins = (
             StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
         )
-        self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
+        self.effects = SideEffects([task.model, task.loss_fn, task.splittable.collate])  # what a run changes in Python
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
@@ -369,6 +369,8 @@ class Rig:
             parameter.grad = None
         self._restore_buffers()  # at which the power iterations of spectral norms begin
         self._random.restore()  # from which the seed of masks is drawn
+        if splittable.collate is not None:  # which may have generators of its own
+            self.effects.restore()
         with self.stand_ins or contextlib.nullcontext():
             weights, sums = run_pass(task, parts, self.parameters, Progress())
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
