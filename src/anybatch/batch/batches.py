@@ -251,6 +251,13 @@ class Splittable:
         found.batches = list(split(found.layouts[0], [len(samples)]))
         return found
 
+    def collated_from_copies(self) -> "Splittable":
+        """The same logical batch, of whose raw samples ``collate`` gets copies, which it may write to."""
+        found, collate = copy.copy(self), self.collate
+        if collate is not None:
+            found.collate = lambda samples: collate([writable(one) for one in samples])
+        return found
+
     def joined(self, batches: Sequence[Any]) -> Any:
         """Joins other batches of this layout into one."""
         options = {"broadcast": self.broadcast, "collate": self.collate}
@@ -265,7 +272,8 @@ class Splittable:
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
-        found = self._cut(parts) if self.collate is None else (self.collated(part) for part in parts)
+        own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
+        found = self._cut(parts) if self.collate is None else (self.collated(part, own) for part in parts)
         if self.are_arrays_copied and not self.is_copied:
             return (writable(one, arrays_only=True) for one in found)
         return map(writable, found) if self.is_copied else found

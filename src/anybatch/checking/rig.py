@@ -81,7 +81,8 @@ class Rig:
     """
 
     def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
-        self.task, self.dtype, self.device = task, dtype, task.settings.device
+        self.task = replace(task, splittable=task.splittable.collated_from_copies())
+        self.dtype, self.device = dtype, task.settings.device
         self.roots = modules_of(task.model, task.loss_fn)
         self.modules = {
             f"{prefix}.{name}".strip("."): module
