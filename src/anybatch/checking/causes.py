@@ -430,6 +430,17 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
+    "one size": Cause(
+        "state",
+        "Only micro-batches of {size} samples run, and give something else one after the other than in another order, "
+        "{error:off}: what the samples of one leave, such as a hidden state, goes on with those of the next. Give each "
+        "sample its own, as data.",
+        (
+            'batch["state"] = state  # a row for each sample; once, after the step: state = out.metrics["state"]',
+            'return loss, {{"state": new}}  # in the loss, which reads batch["state"]',
+            WHOLE,
+        ),
+    ),
     "shared state": Cause(
         "state",
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",

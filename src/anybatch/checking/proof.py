@@ -226,7 +226,7 @@ class _Prover:
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         if self._is_of_torch and uncut is None and not self._task.is_planned:
-            other = self._uncut() or _another_size(self._trial, self._split)
+            other = self._uncut() or _another_size(self._trial, self._split) or self._carried()
             if other is not None:
                 return other
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
@@ -249,6 +249,18 @@ class _Prover:
                 if found.is_none:
                     return runs[-1]
         return runs[0] if len(runs) == 1 else None
+
+    def _carried(self) -> Found | None:
+        """Whether micro-batches that can't be cut give something else one after the other than in another order."""
+        with tolerated():  # they may be of unlike sizes
+            cut = self._cuts.as_split()
+            difference = None if cut is None else self._trial.carries(cut)
+            if difference is not None and math.isfinite(difference.error) and not difference.is_none:
+                proof = difference.proof("not exact", "comparison")
+                return proof, worded(
+                    "one size", "model", {"error": difference.error, "order": True}, size=difference.cut.sizes[0]
+                )
+        return None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -557,6 +569,8 @@ def refusal(
             f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
             f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(proof.error)})."
         )
+    if reason.evidence.get("order"):
+        found = found.replace("than whole", "than in another order")
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
     kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""

@@ -231,6 +231,12 @@ class Trial:
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
 
+    def carries(self, cut: Cut) -> Difference | None:
+        """How far the parts of a cut are from the same parts in another order; ``None`` where numbers are drawn."""
+        one, other = (self.run(way, way.parts) for way in (cut, Cut(cut.backwards.splittable, cut.sizes[::-1])))
+        drew = one.drew_torch or one.drew_others
+        return None if drew else replace(self._compared(cut, one, other), value_error=0.0)
+
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
     ) -> tuple[Ran, StandIns | None]:

@@ -33,8 +33,8 @@ from test_remedies_check import (
 
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
-# and of another dimension by test_proof_uncut.py.
-IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension"}
+# of another dimension by test_proof_uncut.py, and of micro-batches of one size by test_proof_moves.py.
+IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension", "one size"}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
