@@ -53,6 +53,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "method backward": {"cls": "Reverse"},
     "function gradient": {"cls": "Scaled"},
     "softmax axis": {"dim": 1, "dims": 4, "summed": 3},
+    "compared axes": {"op": "mse_loss", "dim": 0, "other": 1},
     "hidden tokens": {"op": "masked_fill"},
     "rewarded": {"slope": 0.4, "products": 1},
     "helped": {"critic": 1, "optimizer": 0, "of_critic": 0.4, "of_generator": 0.5},

@@ -82,6 +82,20 @@ class Layered(nn.Module):
         return result
 
 
+class Masked(nn.Module):
+    """Hides some tokens, and gives the loss of what it makes of them."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(21, 8), nn.Embedding(30, 8), nn.Linear(8, 20)
+        self.mix = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.rand(tokens.shape) < torch.empty(len(tokens), 1).uniform_(0.2, 0.7)
+        made = self.words(tokens.masked_fill(hidden, 20)) + self.places(torch.arange(tokens.shape[1]))
+        return F.cross_entropy(self.out(self.mix(made)).transpose(1, 2), tokens.masked_fill(~hidden, -100))
+
+
 class Stateful(nn.Module):
     """Keeps its state, of the size of the batch, between calls."""
 
@@ -135,6 +149,7 @@ def _mixing(given: Given) -> Cases:
         "batch_first forgotten, loaded": lambda: Recorder(
             Made(lambda m, x: m[1](m[0](x)[0][:, -1]), nn.LSTM(6, 7), LIN(7, 2)), steps, facts=LOADED
         ),
+        "batch_first forgotten, in a model that gives its loss": lambda: Recorder(Masked(), tokens),
     }  # fmt: skip
 
 
@@ -157,6 +172,10 @@ def _sound(given: Given) -> Cases:
         "rows by time": lambda: Recorder(Made(lambda m, x: m[0](x.transpose(0, 1)).flatten(0, 1), LIN(6, 3)), steps),
         "stateful": lambda: Recorder(Stateful(), rows),
         "dropout": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.Dropout(), LIN(9, 2)), rows),
+        "loss": lambda: Recorder(Masked(batch_first=True), tokens),
+        "loss of rows": lambda: Recorder(
+            Made(lambda m, x: F.mse_loss(m[0](x), x[:, :1]), LIN(6, 1)), rows
+        ),
         "dict output": lambda: Recorder(
             Made(lambda m, x: {"loss": m[0](x).mean(), "logits": m[0](x)}, LIN(6, 3)), rows
         ),
@@ -184,6 +203,14 @@ def _meant(given: Given) -> Cases:
         ),
         "transformer, time first": lambda: Recorder(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8), 1, enable_nested_tensor=False), steps
+        ),
+        "lstm with a state, time first": lambda: Recorder(
+            Made(lambda m, x: m[0](x, (m[1](torch.arange(x.shape[1])[None] * 0), x.new_zeros(1, x.shape[1], 6)))[0],
+                 nn.LSTM(6, 6), nn.Embedding(30, 6)), steps,
+        ),
+        "transformer with places, time first": lambda: Recorder(
+            Made(lambda m, x: m[0](x + m[1](torch.arange(len(x)))[:, None]), nn.TransformerEncoderLayer(6, 2, 8),
+                 nn.Embedding(30, 6)), steps,
         ),
         "graph": lambda: Recorder(Made(lambda m, x, a: a @ m[0](x), LIN(6, 9)), rows, torch.rand(16, 16)),
         "graph, normalised": lambda: Recorder(

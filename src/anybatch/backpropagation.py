@@ -195,8 +195,8 @@ class Gradient(Engine):
         with gradients_aside():
             before = Before(task.model, task.loss_fn, parameters)
             retries = Retries(splittable, self._limit, before.restore, progress, reducer)
-            for parts in retries:
-                with retries:
+            while not retries.is_done:
+                with retries as parts:
                     kept, replay = self._proofs.look(task, parts, parameters, self._optimizations, before.snapshot)
                     outcome = self._attempt(kept, parts, parameters, progress, before)
                     if replay is not None:

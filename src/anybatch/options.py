@@ -101,7 +101,8 @@ class Options:
             batch.batches if isinstance(batch, Window) else [batch],
             broadcast=self.broadcast, collate=self.collate, cost=self.cost, may_be_empty=may_be_empty,
         )  # fmt: skip
-        _check_uncut(self, found, is_planned)
+        if found.obstacle is not None or getattr(found.broadcast, "dims", None):
+            _check_uncut(self, found, is_planned)
         return found
 
     def told(self) -> dict[str, Any]:

@@ -271,8 +271,8 @@ class TrainStep(Engine):
                         before.restore()
 
                 retries = Retries(splittable, self._limit, roll_back, progress, reducer)
-                for parts in retries:
-                    with retries:
+                while not retries.is_done:
+                    with retries as parts:
                         outcome = self._attempt(task, parts, parameters, progress, before)
                 self._limit.resolve(splittable.largest)
             result = outcome.result(retries.failed, splittable.rows)
@@ -299,7 +299,8 @@ class TrainStep(Engine):
                 self._proofs.conclude(task, replay, sums)
             grad_norm = None
             if not skipped:
-                watch.on_gradient()
+                if watch is not NOBODY:
+                    watch.on_gradient()
                 grad_norm = boundary.prepare(progress)  # unscales and clips
                 skipped = boundary.skip_if_infinite(progress)
             if skipped:
@@ -312,7 +313,8 @@ class TrainStep(Engine):
                     self.samples += reducer.rows(self._rows)
                     boundary.finish(progress)  # the scaler and the schedulers
             outcome = Outcome(weights, sums, parts, skipped, grad_norm)
-        watch.on_outcome(outcome)
+        if watch is not NOBODY:
+            watch.on_outcome(outcome)
         return outcome
 
     def _gradient(
@@ -325,7 +327,7 @@ class TrainStep(Engine):
         if progress.watch is not NOBODY:
             progress.watch.on_sums(weights, sums)
         task.settings.reducer.reduce_(sums, parameters)
-        if weights.is_empty or sums.is_over_nothing:
+        if weights.is_empty or (sums.counts and sums.is_over_nothing):
             self._boundary.zero_()
             return weights, sums, "the count of the whole batch is 0"
         if not self._was_used:
@@ -364,8 +366,8 @@ class TrainStep(Engine):
             before.restore()
 
         retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer)
-        for parts in retries:
-            with retries:
+        while not retries.is_done:
+            with retries as parts:
                 _, sums, skipped = self._gradient(task, parts, parameters, progress)
                 if not skipped:
                     self._boundary.prepare(progress, scaler)
@@ -483,8 +485,8 @@ class TrainStep(Engine):
             module.training = False
         try:
             retries = Retries(splittable, self._evaluation_limit, before.restore, progress, reducer)
-            for parts in retries:
-                with retries, self._optimizations():
+            while not retries.is_done:
+                with retries as parts, self._optimizations():
                     weights, sums = run_pass(task, parts, (), progress, differentiate=False)
                     reducer.reduce_(sums, ())
         finally:

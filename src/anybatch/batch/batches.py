@@ -48,18 +48,13 @@ def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
 
 def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
     """The slices of a node. Each gets its own containers, since a loss may write to them."""
-    if isinstance(node, Rows):
-        return _slices(node, sizes)
-    if isinstance(node, Constant):
-        return itertools.repeat(node.value, len(sizes))
-    if not node.children:
-        return (node.container.rebuild(()) for _ in sizes)
-    cut = [_slices(child, sizes) if type(child) is Rows else _cut(child, sizes) for child in node.children]
-    return map(node.container.rebuild, zip(*cut, strict=True))
-
-
-def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
+    if isinstance(node, Branch):
+        if not node.children:
+            return (node.container.rebuild(()) for _ in sizes)
+        return map(node.container.rebuild, zip(*map(_cut, node.children, itertools.repeat(sizes)), strict=True))
     value = node.value
+    if isinstance(node, Constant):
+        return itertools.repeat(value, len(sizes))
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         if len(sizes) == 1:
             return [value.view_as(value)]
@@ -153,11 +148,13 @@ class Splittable:
         if collate is None:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
-            self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
-            self._rows = [layout.rows for layout in self.layouts]
-            self.rows, self.largest = sum(self._rows), float(max(self._rows))
-            for layout in self.layouts:
+            self._rows: list[int] = []
+            for one in batches:
+                layout = lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True)
+                self.layouts.append(layout)
+                self._rows.append(layout.rows)
                 self.obstacle = self.obstacle or layout.obstacle
+            self.rows, self.largest = sum(self._rows), float(max(self._rows))
         else:
             self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
@@ -266,14 +263,19 @@ class Splittable:
     def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
         """The number of samples in each micro-batch, ``None`` where it is not known."""
         if self.obstacle is None:
-            return [len(part.samples) for part in parts]
+            return [*map(len, map(attrgetter("samples"), parts))]
         whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
         return [whole.get(part.batch, len(part.samples)) for part in parts]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
-        own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
-        found = self._cut(parts) if self.collate is None else (self.collated(part, own) for part in parts)
+        if self.collate is not None:
+            own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
+            found: Iterator[Any] = (self.collated(part, own) for part in parts)
+        elif len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
+            found = iter(_cut(self.layouts[0].root, [*map(len, map(attrgetter("samples"), parts))]))
+        else:
+            found = itertools.chain.from_iterable(map(partial(self._cut_one, parts), range(len(self.layouts))))
         if self.are_arrays_copied and not self.is_copied:
             return (writable(one, arrays_only=True) for one in found)
         return map(writable, found) if self.is_copied else found
@@ -290,11 +292,6 @@ class Splittable:
         """A micro-batch of raw samples; ``own`` gives each its copy, which ``collate`` may change."""
         samples = [own(sample) for sample in self.samples_of(part)]
         return samples if self.collate is None else self.collate(samples)
-
-    def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
-            return split(self.layouts[0], [len(part.samples) for part in parts])
-        return itertools.chain.from_iterable(map(partial(self._cut_one, parts), range(len(self.layouts))))
 
     def _cut_one(self, parts: Sequence["Part"], index: int) -> Iterator[Any]:
         layout = self.layouts[index]
@@ -315,13 +312,18 @@ class Splittable:
         """Detects in-place writes of a loss or a ``collate`` into the tensors of the batch."""
         if self.collate is not None:
             return Writes(self._samples)
-        return Writes([node.value for node in self.nodes()])
+        return Writes(map(attrgetter("value"), self.nodes()))
 
     def nodes(self, batch: int | None = None) -> list[Rows | Constant]:
         """All leaves of the batches, or of one batch; none for raw samples."""
         found: list[Rows | Constant] = []
-        for layout in self.layouts if batch is None else self.layouts[batch : batch + 1]:
-            _add_leaves(layout.root, found)
+        waiting = [*map(attrgetter("root"), self.layouts if batch is None else self.layouts[batch : batch + 1])][::-1]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, Branch):
+                waiting += node.children[::-1]
+            else:
+                found.append(node)
         return found
 
 
@@ -382,17 +384,6 @@ def _may_vary(value: Any) -> bool:
     if rows_of(value) is not None:
         return isinstance(value, PackedSequence)
     return not all(isinstance(item, PLAIN) for item in value)
-
-
-def _add_leaves(node: Node, into: list[Rows | Constant]) -> None:
-    if not isinstance(node, Branch):
-        into.append(node)
-        return
-    for child in node.children:
-        if isinstance(child, Branch):
-            _add_leaves(child, into)
-        else:
-            into.append(child)
 
 
 @dataclass(slots=True, eq=False)

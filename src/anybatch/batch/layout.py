@@ -170,17 +170,17 @@ def _lay_out_plain(batch: Any) -> Layout | None:
     """The layout of the usual batch, one container of tensors with equal rows; ``None`` for any other batch."""
     if type(batch) not in (dict, list, tuple):
         return None
-    tensors = list(batch.values()) if type(batch) is dict else batch
-    sizes: set[int] = set()
-    for tensor in tensors:
+    container = opened(batch)
+    sizes, devices, children = set[int](), set[torch.device | None](), list[Node]()
+    for label, _, tensor in () if container is None else container.children:
         if type(tensor) is not torch.Tensor or not tensor.dim():
             return None
         sizes.add(tensor.size(0))
-    container = opened(batch)
+        devices.add(tensor.device)
+        children.append(Rows(tensor, "batch" + label))
     if len(sizes) != 1 or sizes == {0} or container is None:
         return None
-    children: list[Node] = [Rows(child.value, "batch" + child.label) for child in container.children]
-    return Layout(sizes.pop(), Branch(container, children), frozenset([tensor.device for tensor in tensors]))
+    return Layout(sizes.pop(), Branch(container, children), frozenset(devices))
 
 
 def _devices(node: Node) -> Iterator[torch.device | None]:

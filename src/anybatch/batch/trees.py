@@ -47,8 +47,10 @@ def opened(node: Any) -> Container | None:
     """
     kind = type(node)
     if kind is dict:
-        keys = tuple(node)
-        return Container(_mapping_children(node), lambda values: dict(zip(keys, values, strict=True)))
+        keys, children = tuple(node), list[Child]()
+        for key, value in node.items():
+            children.append(Child(f"[{key!r}]", str(key), value))
+        return Container(children, lambda values: dict(zip(keys, values, strict=True)))
     if isinstance(node, (torch.Tensor, PackedSequence, str, bytes, torch.Size, torch.device, torch.dtype)):
         return None
     if kind is list or kind is tuple:
@@ -57,10 +59,6 @@ def opened(node: Any) -> Container | None:
     if registered is not None:
         return registered
     return _opened_by_protocol(node)
-
-
-def _mapping_children(node: Mapping[Any, Any]) -> list[Child]:
-    return [Child(f"[{key!r}]", str(key), value) for key, value in node.items()]
 
 
 def _item_children(node: Sequence[Any]) -> list[Child]:
@@ -106,8 +104,8 @@ def _opened_by_protocol(node: Any) -> Container | None:
     if isinstance(node, list):
         return Container(_item_children(node), lambda values: _with_values(node, values))
     if isinstance(node, Mapping):
-        keys = list(node)
-        return Container(_mapping_children(node), lambda values: _with_items(node, keys, values))
+        keys, children = list(node), [Child(f"[{key!r}]", str(key), value) for key, value in node.items()]
+        return Container(children, lambda values: _with_items(node, keys, values))
     return None
 
 

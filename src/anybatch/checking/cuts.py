@@ -29,7 +29,7 @@ _SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
 _ENTRIES = 512  # of a tensor in floating point that are added up
-_BLOCK = 16  # samples that are looked at together
+_BLOCK, _NUMBERS = 16, 3 << 12  # samples that are looked at together at least, and numbers up to which more are
 _WAVES = (0.7, 1.9)  # along which they are added up, so that samples of one sum differ
 
 
@@ -398,13 +398,15 @@ def _of_leaf(value: Any, rows: int) -> torch.Tensor:
     if flat.is_complex():
         return nothing
     # In blocks, so that this takes no room to speak of beside a budget that is all but full.
-    return torch.cat([_of_rows(block) for block in flat.split(_BLOCK)], 1)
+    flat = flat[:, :: 1 + flat.shape[1] // _ENTRIES] if flat.is_floating_point() else flat
+    block = max(_BLOCK, _NUMBERS // flat.shape[1])
+    return torch.cat([_of_rows(some) for some in flat.split(block)], 1)
 
 
 def _of_rows(flat: torch.Tensor) -> torch.Tensor:
     """Numbers that tell some samples of a leaf apart, given as rows."""
     if flat.is_floating_point():
-        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
+        numbers = flat.to("cpu", torch.float64, copy=True).nan_to_num_()
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
         found = [numbers.sign().square_().sum(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
     else:

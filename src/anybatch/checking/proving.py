@@ -106,7 +106,7 @@ class Proofs:
             Unproved: under a plan, before the proof of a batch that may take more than was planned for.
         """
         reducer, task.on_loss = task.settings.reducer, None
-        cuts_time = not reducer.is_sharded and task.cut_of_time is not None
+        cuts_time = task.over_time is not None and not reducer.is_sharded and task.cut_of_time is not None
         is_of_ranks = reducer.is_shared and task.splittable.rows > 1 and task.splittable.obstacle is None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part or is_of_ranks)
         if trial.get() or not (splits or reducer.is_sharded):

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,19 +17,30 @@ _MOST = 16  # of what a container holds
 _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 
 
-def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
+Named = Sequence[tuple[str, Any]]
+
+
+def reached_by(loss_fn: Any) -> Named:
+    """Everything that a loss function reaches, by how it is written in code next to the loss."""
+    return [*_walk(loss_fn, "loss_fn", _DEPTH, set())]
+
+
+def modules_of(model: Any, loss_fn: Any, of_loss: Named | None = None) -> dict[str, torch.nn.Module]:
     """The modules that a model and a loss function reach, without the submodules of others.
+
+    Args:
+        of_loss: what ``reached_by`` the loss function has found.
 
     Returns:
         The modules by how they are written in code next to the loss; the model has the empty name.
     """
     found: dict[str, torch.nn.Module] = {}
     inside: set[int] = set()
-    for owner, name in ((model, ""), (loss_fn, "loss_fn")):
-        for inner, value in _walk(owner, name, _DEPTH, set()):
-            if isinstance(value, torch.nn.Module) and id(value) not in inside:
-                found[inner] = value
-                inside.update(id(module) for module in value.modules())
+    of_loss = reached_by(loss_fn) if of_loss is None else of_loss
+    for inner, value in (*_walk(model, "", _DEPTH, set()), *of_loss):
+        if isinstance(value, torch.nn.Module) and id(value) not in inside:
+            found[inner] = value
+            inside.update(id(module) for module in value.modules())
     return found
 
 
@@ -41,20 +52,27 @@ def parameters_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.
 def optimized_by(loss_fn: Any) -> set[int]:
     """The parameters of the optimizers that a loss function reaches, by their ``id``."""
     return {
-        id(one) for optimizer in _optimizers(loss_fn) for group in optimizer.param_groups for one in group["params"]
+        id(one)
+        for optimizer in _optimizers(reached_by(loss_fn))
+        for group in optimizer.param_groups
+        for one in group["params"]
     }
 
 
-def _optimizers(loss_fn: Any) -> list[torch.optim.Optimizer]:
-    return [one for _, one in _walk(loss_fn, "loss_fn", _DEPTH, set()) if isinstance(one, torch.optim.Optimizer)]
+def _optimizers(of_loss: Named) -> list[torch.optim.Optimizer]:
+    return [one for _, one in of_loss if isinstance(one, torch.optim.Optimizer)]
 
 
 class OwnOptimizers:
-    """The optimizers by which a loss trains nets of its own, and none of the model's parameters."""
+    """The optimizers by which a loss trains nets of its own, and none of the model's parameters.
 
-    def __init__(self, model: Any, loss_fn: Any) -> None:
+    Args:
+        of_loss: what ``reached_by`` the loss function has found.
+    """
+
+    def __init__(self, model: Any, of_loss: Named) -> None:
         own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-        found = {id(one): one for one in _optimizers(loss_fn)}.values()
+        found = {id(one): one for one in _optimizers(of_loss)}.values()
         self._found = [one for one in found if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
 
     @contextlib.contextmanager
@@ -83,7 +101,7 @@ def tensors_of(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:
         >>> [name for name, _ in tensors_of(lambda model, batch: criterion(model(batch[0]), batch[1]))]
         ['criterion.weight']
     """
-    for name, value in _walk(loss_fn, "loss_fn", _DEPTH, set()):
+    for name, value in reached_by(loss_fn):
         if isinstance(value, torch.nn.Module):
             yield from ((f"{name}.{inner}", buffer) for inner, buffer in value.named_buffers())
         elif isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):

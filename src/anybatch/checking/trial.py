@@ -17,7 +17,7 @@ from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.proving import Split
-from anybatch.checking.reach import OwnOptimizers, parameters_of
+from anybatch.checking.reach import OwnOptimizers, parameters_of, reached_by
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.rig import announced, is_flag, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -140,7 +140,8 @@ class Trial:
         self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
         self._is_shared = reducer is not None
         self._task, self.parameters, self._optimizations = task, list(split.parameters), split.optimizations
-        reached = (*task.modules, *reached_modules(task.model, task.loss_fn).values())
+        of_loss = reached_by(task.loss_fn)
+        reached = (*task.modules, *reached_modules(task.model, task.loss_fn, of_loss).values())
         self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
@@ -160,7 +161,7 @@ class Trial:
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self.effects = SideEffects([*self._modules, *functions], tensors=False)
-        self._own_optimizers = OwnOptimizers(task.model, task.loss_fn)
+        self._own_optimizers = OwnOptimizers(task.model, of_loss)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:

@@ -242,8 +242,8 @@ class Accumulation:
 
     def close(self) -> Sums:
         """Finishes the gradients, after all micro-batches; returns the sums."""
-        sums, scale = self._losses.sums, self._losses.closing_scale()
-        sums.closing_scale = scale
+        sums = self._losses.sums
+        scale = sums.closing_scale = self._losses.closing_scale() if sums.counts else None
         if self._settings.reducer.is_sharded:  # gradients of other processes are not included yet
             scale = None
         if scale is not None:

@@ -204,14 +204,12 @@ class Differentiation:
             raise
 
     def closing_scale(self) -> float | None:
-        """The factor for all gradients, if the count was not known before; else ``None``.
+        """The factor for all gradients where there are ``Mean`` s; ``None`` if their counts were known before.
 
         Raises:
             CountError: counts of ``Mean`` s differ from ``count=``.
             LossError: a loss with items had no gradient in any micro-batch.
         """
-        if not self.sums.counts:  # the weights were known from the start
-            return None
         own = {name: sum(fetched(counts)) for name, counts in self.sums.counts.items()}
         totals = self._reducer.totals(own, Stage.TOTALS)
         for name, total in totals.items():

@@ -1,6 +1,8 @@
 """The norm of all gradients, and clipping by it."""
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from types import NoneType
 
 import torch
 
@@ -44,10 +46,12 @@ def _norm_of(by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
     return norm
 
 
-def _by_kind(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _by_kind(gradients: Iterable[torch.Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        if gradient is not None:
+            own = gradient if type(gradient) is torch.Tensor else local_of(gradient)
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(own)
     return by_kind
 
 
@@ -60,11 +64,11 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     Returns:
         The norm before clipping, a 0-dim tensor.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    is_plain = {torch.Tensor}.issuperset(map(type, gradients))
-    by_kind = _by_kind(gradients if is_plain else [local_of(gradient) for gradient in gradients])
-    norm = _norm_of(by_kind) if is_plain else total_norm(gradients)
-    if max_norm != float("inf") and gradients:
+    gradients = [*map(attrgetter("grad"), parameters)]
+    is_plain = {torch.Tensor, NoneType}.issuperset(map(type, gradients))
+    by_kind = _by_kind(gradients)
+    norm = _norm_of(by_kind) if is_plain else total_norm([one for one in gradients if one is not None])
+    if max_norm != float("inf") and by_kind:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for (device, _), group in by_kind.items():
             torch._foreach_mul_(group, factor.to(device))

@@ -64,11 +64,8 @@ class Reducer:
     is_sharded = False  # whether parameters lie on several processes, so that the forward has others than the optimizer
     # whether what is differentiated now is there only so that processes communicate equally often
     counts_nothing = False
-
-    @property
-    def keeps_step(self) -> bool:
-        """Whether processes communicate within forwards and backwards, so that each has to run as many."""
-        return False
+    # whether processes communicate within forwards and backwards, so that each has to run as many
+    keeps_step = False
 
     def call(
         self, verb: str, parameters: Sequence[torch.Tensor], *, updates: int = 0, adds: bool = False,

@@ -130,8 +130,8 @@ class Sums:
 
     @property
     def is_over_nothing(self) -> bool:
-        """Whether every loss was a ``Mean``, and all of them were over no items."""
-        if not self.counts or any(name not in self.counts for name in self.terms):
+        """Whether every loss was a ``Mean``, and all of them were over no items; asked where there are counts."""
+        if any(name not in self.counts for name in self.terms):
             return False
         return all(sum(fetched(counts)) == 0 for counts in self.counts.values())
 

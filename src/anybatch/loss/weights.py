@@ -64,9 +64,9 @@ class Weights:
         column = self._columns.get(name)
         if column is None:
             total = self.total(name)
-            counts = [part[name] if name in part else part.get(_EVERY, 0) for part in self.parts]
-            column = [count / total if total else 0.0 for count in counts]
-            self._columns[name] = column
+            column = self._columns[name] = [
+                (part[name] if name in part else part.get(_EVERY, 0)) / total if total else 0.0 for part in self.parts
+            ]
         return column
 
 

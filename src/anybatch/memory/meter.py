@@ -5,7 +5,9 @@ and counts each storage once, from the operation that made it until nothing refe
 allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
 """
 
+import functools
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -444,6 +446,14 @@ def resident_bytes() -> int:
     import psutil
 
     try:
-        return int(psutil.Process().memory_info().rss)
+        return int(_process(os.getpid()).memory_info().rss)
     except (psutil.Error, OSError):
         return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _process(pid: int) -> Any:
+    """Kept from call to call, since making it reads seven times as much of the system as asking it."""
+    import psutil
+
+    return psutil.Process(pid)

@@ -84,7 +84,7 @@ class ShardedRanks(Ranks):
         return self._kind == "whole" or self._must_gather or self._messages.units_differ
 
     @property
-    def keeps_step(self) -> bool:
+    def keeps_step(self) -> bool:  # type: ignore[override]
         """Whether ranks communicate within forwards and backwards; see ``Reducer``."""
         return not self.is_gathered
 

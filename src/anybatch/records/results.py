@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from anybatch.records.layouts import BatchLayout
 from anybatch.records.reading import Plain
@@ -10,34 +10,6 @@ from anybatch.records.reading import Plain
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
     from anybatch.records.proofs import Proof
-
-T = TypeVar("T")
-
-
-class Deferred(Generic[T]):
-    """A value that is computed when it is first read, so that a step does not synchronize with the device."""
-
-    __slots__ = ("_compute", "_value")
-
-    def __init__(self, compute: Callable[[], T]) -> None:
-        self._compute: Callable[[], T] | None = compute
-        self._value: T | None = None
-
-    def read(self) -> T:
-        """The value; the first read frees the tensors that it is computed from."""
-        if self._compute is not None:
-            self._value = self._compute()
-            self._compute = None
-        return cast(T, self._value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _read, (self.read(),)
-
-
-def _read(value: T) -> Deferred[T]:
-    deferred = Deferred(lambda: value)
-    deferred.read()
-    return deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +51,27 @@ class StepResult:
     """
 
     __slots__ = (
-        *("_count", "_grad_norm", "_losses", "_metrics"),
-        *("accumulator_bytes", "attempts", "layout", "micro_batches", "plan", "proof", "skipped"),
+        *("_known", "_to_compute", "accumulator_bytes", "attempts", "layout", "micro_batches", "plan", "proof"),
+        "skipped",
     )
 
     def __init__(
         self,
         *,
-        losses: Deferred[dict[str, float]],
-        counts: Deferred[dict[str, float]],
-        metrics: Deferred[Mapping[str, Any]],
-        grad_norm: Deferred[float] | None,
+        losses: Callable[[], dict[str, float]],
+        counts: Callable[[], dict[str, float]],
+        metrics: Callable[[], Mapping[str, Any]],
+        grad_norm: Callable[[], float] | None,
         micro_batches: int,
         skipped: str = "",
         attempts: tuple[Attempt, ...] = (),
         accumulator_bytes: int = 0,
     ) -> None:
-        self._losses = losses
-        self._count = counts
-        self._metrics = metrics
-        self._grad_norm = grad_norm
+        # by name; a value is computed when it is first read, which frees the tensors that it is computed from
+        self._to_compute: dict[str, Any] = {"losses": losses, "counts": counts, "metrics": metrics}
+        self._known: dict[str, Any] = {}
+        if grad_norm is not None:
+            self._to_compute["grad_norm"] = grad_norm
         self.micro_batches = micro_batches
         self.skipped = skipped
         self.attempts = attempts
@@ -112,6 +85,17 @@ class StepResult:
 
         return page_of(self)
 
+    def _read(self, name: str) -> Any:
+        if name in self._to_compute:
+            self._known[name] = self._to_compute[name]()
+            del self._to_compute[name]
+        return self._known.get(name)
+
+    def __getstate__(self) -> object:
+        for name in [*self._to_compute]:
+            self._read(name)
+        return super().__getstate__()
+
     @property
     def loss(self) -> float:
         """The loss of the logical batch, a mean over its count; the sum of several losses."""
@@ -120,18 +104,18 @@ class StepResult:
     @property
     def losses(self) -> dict[str, float]:
         """Each loss by its name; a single unnamed loss is called ``"loss"``."""
-        return self._losses.read()
+        return self._read("losses")  # type: ignore[no-any-return]
 
     @property
     def metrics(self) -> Mapping[str, Any]:
         """What the loss function returned beside the loss: each ``Mean`` as a float, per-sample tensors in the order of
         the batch."""
-        return self._metrics.read()
+        return self._read("metrics")  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> dict[str, float]:
         """The number of items of each loss, by its name."""
-        return self._count.read()
+        return self._read("counts")  # type: ignore[no-any-return]
 
     @property
     def count(self) -> float:
@@ -142,7 +126,7 @@ class StepResult:
     @property
     def grad_norm(self) -> float | None:
         """The norm of the whole gradient before clipping; ``None`` if ``clip_norm`` is not set."""
-        return None if self._grad_norm is None else self._grad_norm.read()
+        return self._read("grad_norm")  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without per-sample metrics, plan, layout and proof."""

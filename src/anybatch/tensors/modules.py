@@ -13,9 +13,11 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
         model: anything; what is not a module is left out.
         loss_fn: a function, a module, a method, or an object that has several of them as ``user_functions``.
     """
-    functions = [loss_fn, *getattr(loss_fn, "user_functions", ())]
+    owners = [model, loss_fn, *getattr(loss_fn, "user_functions", ())]
+    for function in owners[1:]:
+        owners.append(getattr(function, "__self__", None))
     found: dict[int, torch.nn.Module] = {}
-    for owner in [model, *functions, *[getattr(function, "__self__", None) for function in functions]]:
+    for owner in owners:
         if isinstance(owner, torch.nn.Module):
             found[id(owner)] = owner
     return list(found.values())
@@ -27,16 +29,14 @@ def modules_of(*models: Any) -> list[torch.nn.Module]:
     ``torch.nn.Module.modules`` also builds every name, which takes longer for hundreds of layers than a small layer.
     """
     found: dict[int, torch.nn.Module] = {}
-    _find([model for model in models if isinstance(model, torch.nn.Module)], found)
-    return list(found.values())
-
-
-def _find(modules: Iterable[torch.nn.Module | None], found: dict[int, torch.nn.Module]) -> None:
-    for module in modules:
-        if module is not None and (key := id(module)) not in found:
+    waiting = [*models[::-1]]
+    while waiting:
+        module = waiting.pop()
+        if (key := id(module)) not in found and isinstance(module, torch.nn.Module):
             found[key] = module
             if children := module._modules:
-                _find(children.values(), found)
+                waiting += [*children.values()][::-1]
+    return list(found.values())
 
 
 SCRIPTED = (torch.jit.ScriptModule,)
@@ -53,21 +53,16 @@ def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """The device of the first parameter; the CPU for a model without parameters."""
-    first = _first_parameter(model)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """``next(module.parameters())`` without the time of a small layer."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        found = None if child is None else _first_parameter(child)
-        if found is not None:
-            return found
-    return None
+    """The device of the first parameter, found without the names of all; the CPU for a model without parameters."""
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    return parameter.device
+            waiting += [*module._modules.values()][::-1]
+    return torch.device("cpu")
 
 
 def devices_of(model: torch.nn.Module) -> list[torch.device]:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def to_eval_mode(module: torch.nn.Module, _: object) -> None:
 
 def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether there is anything among some modules that this page is about; a quick look at their types."""
-    kinds = set(map(type, modules))  # far fewer than modules
-    return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
+    kinds = {*map(type, modules)}  # far fewer than modules
+    return any(map(issubclass, kinds, repeat(_COUPLING))) or not all(map(issubclass, kinds, repeat(torch.nn.Module)))
 
 
 def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause) -> None:

@@ -1,6 +1,6 @@
 """Whether an optimizer had begun when it failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,24 +67,21 @@ class _Sentinel:
             foreach = group.get("foreach", False)
             is_one_kernel = bool(foreach or (foreach is None and parameters[0].device.type != "cpu"))
             hides_writes = writes_unseen or self._is_fused or is_one_kernel  # else versions show them
-            self._look(parameters, state, hides_writes)
-
-    def _look(self, parameters: Sequence[Any], state: Mapping[Any, Any], hides_writes: bool) -> None:
-        watched = {id(parameters[0]): parameters[0]}
-        for parameter in parameters if state else ():
-            if parameter in state:
-                watched[id(parameter)] = parameter
-                break
-        if hides_writes:
-            smallest = min(parameters, key=torch.numel)
-            watched[id(smallest)] = smallest
-        for parameter in watched.values():
+            watched = {id(parameters[0]): parameters[0]}
+            for parameter in parameters if state else ():
+                if parameter in state:
+                    watched[id(parameter)] = parameter
+                    break
             if hides_writes:
-                where = self._place(parameter)
-                self._values.append((parameter, where, parameter.detach()[where].clone()))
-            if parameter in state:
-                found = state[parameter]
-                self._states.append((found, hides_writes, _fingerprint(found, keeps_values=hides_writes)))
+                smallest = min(parameters, key=torch.numel)
+                watched[id(smallest)] = smallest
+            for parameter in watched.values():
+                if hides_writes:
+                    where = self._place(parameter)
+                    self._values.append((parameter, where, parameter.detach()[where].clone()))
+                if parameter in state:
+                    found = state[parameter]
+                    self._states.append((found, hides_writes, _fingerprint(found, keeps_values=hides_writes)))
 
     def _place(self, parameter: torch.Tensor) -> Any:
         """Where a step surely changes the parameter: where its gradient is largest."""

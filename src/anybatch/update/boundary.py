@@ -3,7 +3,7 @@
 import numbers
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from signal import SIGINT, default_int_handler
 from typing import Any
 
@@ -105,9 +105,28 @@ class Boundary:
         self._update_scaler(progress)
         return f"the gradient is not finite; the scale goes from {before:g} to {self._scaler.get_scale():g}"
 
-    def interrupts_deferred(self) -> AbstractContextManager[None]:
-        """A context that holds Ctrl-C back until the update is complete; not where it runs the batch again."""
-        return nullcontext() if self._takes_long else _interrupts_deferred()
+    @contextmanager
+    def interrupts_deferred(self) -> Iterator[None]:
+        """Holds Ctrl-C back until the update is complete, so that it is applied once and whole.
+
+        Not where the optimizer runs the batch again, nor where somebody else decides what Ctrl-C does.
+        """
+        is_ours = threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler
+        if self._takes_long or not is_ours:
+            yield
+            return
+        pressed: list[int] = []
+        signal(SIGINT, lambda number, _: pressed.append(number))
+        try:
+            yield
+        except Exception as error:
+            if pressed and is_out_of_memory(error):  # nothing was applied, so nothing to wait for
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            signal(SIGINT, default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
 
     def step(self, progress: Progress, again: Again | None, *, is_shared: bool = False) -> None:
         """Steps all optimizers; what comes after it may not take them back.
@@ -115,11 +134,27 @@ class Boundary:
         Args:
             is_shared: whether other ranks apply the same update, which they can't take back.
         """
-        progress.text = "optimizer.step"
         if is_shared:
-            self._step_with_others(again)
-        else:
-            self._step(again)
+            self._step_with_others(progress, again)
+            return
+        progress.text = "optimizer.step"
+        self._watches = [*map(OptimizerWatch, self._optimizers)]
+        try:
+            for optimizer, step in zip(self._optimizers, self._steps, strict=True):
+                if not self._scales:
+                    step(again)
+                elif infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
+                    step(again, self._scaler)
+        except BaseException as error:
+            interrupted = self._interruption(error)
+            if interrupted is None:
+                raise
+            self.is_committed = True
+            if not isinstance(error, Exception):  # such as KeyboardInterrupt outside of the main thread
+                error.add_note(str(interrupted))
+                raise
+            raise interrupted from (None if is_out_of_memory(error) else error)
+        self.is_committed = True
 
     def finish(self, progress: Progress) -> None:
         """Updates the scaler and steps the schedulers, once the update is applied."""
@@ -155,7 +190,7 @@ class Boundary:
         if self._scales:
             forget_unscaling(self._scaler)
 
-    def _step_with_others(self, again: Again | None) -> None:
+    def _step_with_others(self, progress: Progress, again: Again | None) -> None:
         """Steps; if memory runs out before anything changed, once more after it was cleared.
 
         The gradient is that of all ranks already, and the others apply it: the batch can't start again.
@@ -164,7 +199,7 @@ class Boundary:
             for watch in self._watches:
                 watch.roll_back_state()
             try:
-                return self._step(again)
+                return self.step(progress, again)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -176,25 +211,6 @@ class Boundary:
             "ranks",
             state_changed=False,
         )
-
-    def _step(self, again: Again | None) -> None:
-        self._watches = [OptimizerWatch(optimizer) for optimizer in self._optimizers]
-        try:
-            for optimizer, step in zip(self._optimizers, self._steps, strict=True):
-                if not self._scales:
-                    step(again)
-                elif infinities_found(self._scaler, optimizer):  # none where no parameter has a gradient
-                    step(again, self._scaler)
-        except BaseException as error:
-            interrupted = self._interruption(error)
-            if interrupted is None:
-                raise
-            self.is_committed = True
-            if not isinstance(error, Exception):  # such as KeyboardInterrupt outside of the main thread
-                error.add_note(str(interrupted))
-                raise
-            raise interrupted from (None if is_out_of_memory(error) else error)
-        self.is_committed = True
 
     def _interruption(self, error: BaseException) -> UpdateInterrupted | None:
         changed = self._changed_names()
@@ -255,23 +271,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return repr(float(value))
     return repr(value) if isinstance(value, (str, bool, type(None))) else type(value).__name__
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Holds Ctrl-C back until the update is complete, so that it is applied once and whole."""
-    if threading.current_thread() is not threading.main_thread() or getsignal(SIGINT) is not default_int_handler:
-        yield  # somebody else decides what Ctrl-C does
-        return
-    pressed: list[int] = []
-    signal(SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    except Exception as error:
-        if pressed and is_out_of_memory(error):  # nothing was applied, so nothing to wait for
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal(SIGINT, default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt

@@ -19,10 +19,10 @@ from anybatch.batch.moving import moved, to_device
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, InPieces, LossFunction, Place, as_coupled, as_over_time
-from anybatch.loss.reducing import Joint, Reducer, Stage
+from anybatch.loss.reducing import ALONE, Joint, Reducer, Stage
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
-from anybatch.records.results import Attempt, Deferred, StepResult
+from anybatch.records.results import Attempt, StepResult
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, devices_of, modules_behind, modules_of
@@ -70,17 +70,17 @@ class Task:
                 f"{type(self.model).__name__} is on the meta device, where tensors have no numbers; only anybatch.plan "
                 "takes it there. Call model.to_empty(device=...), and load or initialize the weights"
             )
+        self.over_time = as_over_time(self.loss_fn)
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
         self.every_module = self.every_module or modules_of(*self.modules)
 
     @property
     def cut_of_time(self) -> tuple[int, float] | None:
         """The steps in a chunk and in the longest batch, infinite if not known; ``None`` where no time is cut."""
-        over_time, length = as_over_time(self.loss_fn), self.settings.chunk_length
-        if over_time is None:
+        if self.over_time is None:
             return None
         batches = [None] if self.splittable.is_collated else self.splittable.batches
-        found = (over_time.cut_of(batch, length) for batch in batches)
+        found = (self.over_time.cut_of(batch, self.settings.chunk_length) for batch in batches)
         return max((one for one in found if one is not None), default=None)
 
     def optimized(self, model: Any) -> AbstractContextManager[None]:
@@ -267,7 +267,8 @@ def run_pass(
         sums = run.run(batches(), parameters)
     else:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(reducer.apart(task.modules))
+            if reducer is not ALONE:
+                stack.enter_context(reducer.apart(task.modules))
             if reducer.is_sharded:
                 parameters = _parameters_in_parts(reducer, parameters, task.settings.inputs, outside)
             begin = Beginnings(task, parts, progress, stack, differentiate)
@@ -312,15 +313,27 @@ def _counted(
 ) -> tuple[Weights, Callable[[], Any]]:
     """Weighs the parts by the counts of all ranks, and gives what makes the micro-batches."""
     progress.text = "counting"
-    weights, batches = _weigh(task, parts, rows)
-    reducer = task.settings.reducer
+    splittable, reducer = task.splittable, task.settings.reducer
+    made: list[Any] | None = None
+
+    def micro_batches() -> Any:
+        nonlocal made
+        if splittable.collate is None:
+            return splittable.materialise(parts)
+        made = list(splittable.materialise(parts))
+        return made
+
+    wholes = None if splittable.collate is not None else splittable.batches
+    weights = weigh(task.count, parts, micro_batches, wholes, rows)
+    # What ``collate`` made is not made twice.
+    batches = partial(splittable.materialise, parts) if made is None else partial(iter, made)
     # Before any forward: the weight of a micro-batch is its share of what all micro-batches of all ranks count.
-    weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
+    weights = reducer.weights(weights, splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
     if weights.is_empty:
         return weights, batches
     if reducer.is_shared:
         refuse_over_ranks(task.modules, task.batch_norm, is_training=differentiate)
-    over_time = as_over_time(task.loss_fn)
+    over_time = task.over_time
     is_cut = over_time is not None and (over_time.prepare is not None or task.cut_of_time is not None)
     if differentiate and task.batch_norm == "refuse" and is_cut:
         # BatchNorm in a chunk of time would see the steps of that chunk only.
@@ -434,23 +447,6 @@ def _smallest(splittable: Splittable, parts: Sequence[Part]) -> Any:
     return next(islice(splittable.materialise(parts), number, None))
 
 
-def _weigh(task: Task, parts: Sequence[Part], rows: Sequence[int | None]) -> tuple[Weights, Callable[[], Any]]:
-    """Counts the parts, and gives what makes the micro-batches; what ``collate`` made is not made twice."""
-    splittable = task.splittable
-    made: list[Any] | None = None
-
-    def micro_batches() -> Any:
-        nonlocal made
-        if splittable.collate is None:
-            return splittable.materialise(parts)
-        made = list(splittable.materialise(parts))
-        return made
-
-    wholes = None if splittable.collate is not None else splittable.batches
-    weights = weigh(task.count, parts, micro_batches, wholes, rows)
-    return weights, partial(splittable.materialise, parts) if made is None else partial(iter, made)
-
-
 def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progress: Progress) -> Weights:
     """Counts by a forward, whose traces in buffers and random state are taken off again."""
     progress.text = "the forward that counts"
@@ -473,8 +469,7 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
-    over_time = as_over_time(task.loss_fn)
-    if over_time is not None and over_time.carry and task.splittable.is_collated:
+    if task.over_time is not None and task.over_time.carry and task.splittable.is_collated:
         raise BatchError(
             "OverTime(carry=True) with collate=: which sample goes on with which state is not known, since samples are "
             "packed anew for each batch; expected batches of tensors, whose rows are the streams"
@@ -525,10 +520,10 @@ class Outcome(NamedTuple):
         largest, is_done = max(map(attrgetter("cost"), parts), default=0), not skipped or counts_anyway
         last = Attempt(largest, len(parts), rows if is_done else 0, "done" if is_done else "skipped")
         return StepResult(
-            losses=Deferred(losses),
-            counts=Deferred(counts),
-            metrics=Deferred(metrics),
-            grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
+            losses=losses,
+            counts=counts,
+            metrics=metrics,
+            grad_norm=None if grad_norm is None else lambda: float(grad_norm),
             micro_batches=len(parts),
             skipped=skipped,
             attempts=(*failed, last),

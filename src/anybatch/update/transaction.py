@@ -216,12 +216,16 @@ class Retries:
 
     Whatever fails within an attempt, everything is rolled back before the next one or before the error goes on::
 
-        for parts in retries:
-            with retries:
+        while not retries.is_done:
+            with retries as parts:
                 outcome = attempt(parts)
 
     Args:
         limit: the size to begin with; it is changed when memory runs out.
+
+    Attributes:
+        is_done: whether an attempt went through.
+        failed: the attempts that ran out of memory.
 
     Raises:
         DoesNotFit: even micro-batches of one sample ran out of memory.
@@ -244,16 +248,11 @@ class Retries:
         self._parts = splittable.plan(limit.value if self._once is None else self._once)
         self._failure: Failure | None = None
         self._shortage: Shortage | None = None  # of another process
-        self._is_done = self._is_unproved = False
-        self.failed: tuple[Attempt, ...] = ()  # the attempts that ran out of memory
+        self.is_done = self._is_unproved = False
+        self.failed: tuple[Attempt, ...] = ()
 
-    def __iter__(self) -> "Retries":
-        return self
-
-    def __next__(self) -> list[Part]:
-        """How the batch is split in the next attempt."""
-        if self._is_done:
-            raise StopIteration
+    def __enter__(self) -> list[Part]:
+        """Begins an attempt; gives how the batch is split in it."""
         # Here and not where it was caught: no traceback holds the tensors of the failed attempt any more.
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -265,15 +264,12 @@ class Retries:
                 self._parts = self._splittable.plan(self._limit.value)
         return self._parts
 
-    def __enter__(self) -> None:
-        """Begins an attempt."""
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """Ends it: for good, with an error that goes on, or so that there is another one."""
         if error is None:
-            self._is_done = True
+            self.is_done = True
             return False
         # Parts were only asked for to be looked at, as by NoiseScale; what may not be split runs whole, as ever.
         if self._once is not None and isinstance(error, NotSplittable):
@@ -295,7 +291,7 @@ class Retries:
         if self._writes.were_made:
             self._roll_back()
             self._writes.refuse(self._splittable.batches, "since memory ran out")
-        # Swallowed here and dealt with in __next__, after the interpreter has let go of the exception.
+        # Swallowed here and dealt with in the next attempt, after the interpreter has let go of the exception.
         self._failure, self._shortage = Failure(error), shortage
         return True
 

@@ -86,6 +86,22 @@ def test_attention_weights_over_the_batch_are_told() -> None:
     assert answer(lambda: attends(1), "softmax axis") == "no"
 
 
+@pytest.mark.parametrize(("dims", "expected"), [((1, 0), "yes"), ((0, 1), "yes"), ((1, 1), "no"), ((1, -1), "no")])
+def test_probabilities_that_are_compared_along_two_axes_are_told(dims: tuple[int, int], expected: str) -> None:
+    def distils() -> None:
+        net, teacher = nn.Linear(6, 4), nn.Linear(6, 4)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(16, 6)
+            with torch.no_grad():
+                target = teacher(x).softmax(dims[1])
+            optimizer.zero_grad()
+            F.kl_div(F.log_softmax(net(x), dim=dims[0]), target, reduction="batchmean").backward()
+            optimizer.step()
+
+    assert answer(distils, "compared axes") == expected
+
+
 def test_attention_weights_over_the_batch_are_told_behind_the_time() -> None:
     assert answer(lambda: attends(0, time_first=True), "softmax axis") == "yes"
     assert answer(lambda: attends(1, time_first=True), "softmax axis") == "no"

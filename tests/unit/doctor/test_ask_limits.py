@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from anybatch.doctor.ask import asking, trials
+from anybatch.doctor.ask import steps as asked_steps
 from anybatch.doctor.ask.functions import flat
 from anybatch.doctor.ask.sampling import Sampling
-from anybatch.doctor.ask.steps import Step, replayed
+from anybatch.doctor.ask.steps import Question, Step, replayed
 from anybatch.doctor.ask.tape import Loss, Tape
 from anybatch.doctor.ask.trials import Unknown
 from test_doctor_ask import asked, nothing_was_compiled
@@ -86,6 +87,50 @@ def test_a_step_that_the_host_has_no_room_for_is_left_out(
     monkeypatch.setattr(asking, "free_bytes", lambda device: free)
     assert any("more memory to run again" in one.detail for one in asked(trains, "step")) is not is_asked
     assert bool(asked(trains, "related")) is is_asked
+
+
+def test_a_step_that_takes_long_is_trained_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a view counts them."""
+    net, x, nothing = nn.Linear(4, 2), torch.randn(16, 3, 4), cast("Any", None)
+    tape = Tape([id(one) for one in net.parameters()], net)
+    tape.start()
+    tape.loss((net(x).view(48, 2) - 1).pow(2).mean())
+    tape.stop()
+    tape.rows = 16
+    assert Step(tape, 0, nothing, nothing, {}, math.inf).fewer == (None, None)
+    monkeypatch.setattr(asked_steps, "_SHORT", 1e-12)
+    change, number = Step(tape, 0, nothing, nothing, {}, math.inf).fewer
+    assert [len(change(one)) for one in (x, torch.zeros(5, 4))] == [8, 5]
+    assert [number(one) for one in (16, 48, 3, 0.5)] == [8, 24, 3, 0.5]
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_questions_that_run_a_step_many_times_have_a_share_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, optimizers: int
+) -> None:
+    """Where those before take all of theirs, which is a share of each step's part."""
+    left: list[float] = []
+
+    def waits(step: Step) -> Any:
+        while time.perf_counter() < step.until:
+            time.sleep(0.01)
+        yield from ()
+
+    def looks(step: Step) -> Any:
+        left.append(step.until - time.perf_counter())
+        yield from ()
+
+    early = SimpleNamespace(waits=Question("waits", waits, False))
+    late = SimpleNamespace(looks=Question("looks", looks, False))
+    monkeypatch.setattr(asking, "OF_A_STEP", (early, late))
+    monkeypatch.setattr(asking, "_LONG", (late,))
+    tapes = {number: written(inplace=False)[0] for number in range(optimizers)}
+    kept = SimpleNamespace(tapes=tapes, earlier={}, batches=(), names=())
+    monkeypatch.setattr(asking, "OF_A_RUN", ())
+    monkeypatch.setattr(asking.adversaries, "helped", lambda kept: iter(()))
+    list(asking.asked(cast("Any", kept), cast("Any", None), {}, time.perf_counter() + 1.0))
+    assert len(left) == optimizers
+    assert all(one > 0.2 for one in left)
 
 
 class Large(nn.Module):

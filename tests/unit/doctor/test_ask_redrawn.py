@@ -93,6 +93,25 @@ def test_weights_that_each_epoch_draws_anew_are_told_of(write: Callable[[nn.Line
     assert told_of(each_epoch(write)) == [{"optimizer": 0, "times": 4, "every": 12}]
 
 
+@pytest.mark.parametrize("every", [70, 83])
+def test_weights_that_are_drawn_anew_late_are_told_of_though_not_every_step_is_looked_at(every: int) -> None:
+    torch.manual_seed(0)
+    net, redraws = nn.Linear(20, 10), Redraws()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for step in range(7 * every):
+        if step >= 2 * every and step % every == 0:
+            net.reset_parameters()
+        optimizer.zero_grad()
+        net(torch.randn(8, 20)).square().mean().backward()
+        redraws.look(0, optimizer, sampled=step < 10 or step % 25 == 0)
+        optimizer.step()
+    kept: Any = SimpleNamespace(redraws=redraws, tapes={}, passed=[])
+    run: Any = None
+    (told,) = about_redrawn(kept, run)
+    assert told.evidence["times"] == 5
+    assert abs(told.evidence["every"] - every) <= 1
+
+
 def test_weights_that_go_on_or_are_put_back_or_begin_a_fold_are_not_told_of() -> None:
     torch.manual_seed(1)
     first = copy.deepcopy(nn.Linear(20, 10).state_dict())

@@ -16,6 +16,7 @@ from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.events import Forward
+from anybatch.records.samples import Activations
 from rule_runs import RunBuilder
 
 
@@ -108,6 +109,25 @@ def test_twice_as_many_modules_take_twice_as_many_calls(forward: Callable[[nn.Se
     start(10, forward)  # what is loaded on first use
     few, twice, four = (start(size, forward) for size in (50, 100, 200))
     assert four - twice < 2.5 * (twice - few)
+
+
+def test_of_many_models_those_at_even_distances_are_looked_at_closely() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(200)]
+    optimizer = torch.optim.SGD([one for layer in layers for one in layer.parameters()], lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4)
+            for layer in layers:
+                x = x + 0.01 * layer(x)
+            F.mse_loss(x, torch.zeros(8, 4)).backward()
+            optimizer.step()
+    assert doctor.failure == ""
+    assert len(doctor.run.roots) == 200
+    looked_at = [one.root for one in doctor.run.of(Activations) if one.step == 5]
+    assert looked_at == list(range(0, 200, 4))
+    assert {one.root for one in doctor.run.of(Activations) if one.step == 0} >= set(range(64))
 
 
 def slices(model: nn.Sequential, x: torch.Tensor) -> None:

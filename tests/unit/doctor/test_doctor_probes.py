@@ -30,6 +30,7 @@ def answers(name: str) -> dict[str, Probed]:
         ("view of tokens", "view", ""),
         ("batch_first forgotten", "gru", "layers.0"),
         ("batch_first forgotten, loaded", "lstm", "layers.0"),
+        ("batch_first forgotten, in a model that gives its loss", "multi_head_attention_forward", "mix.self_attn"),
     ],
 )
 def test_samples_that_mix_are_found(name: str, op: str, module: str) -> None:
@@ -43,7 +44,7 @@ def test_samples_that_mix_are_found(name: str, op: str, module: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["mlp", "conv net", "transpose", "batch norm", "batch_first", "time first, transposed", "rows by time", "stateful",
-     "dropout", "dict output", "causal", "causal layer", "lstm", "flat logits"],
+     "dropout", "dict output", "loss of rows", "causal", "causal layer", "lstm", "flat logits"],
 )  # fmt: skip
 def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
     found = answers(name)
@@ -52,9 +53,14 @@ def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
     assert found["modes"].answer == "no"
 
 
+def test_a_model_that_gives_its_loss_is_cleared_by_what_the_loss_compares() -> None:
+    assert answers("loss")["batch"].answer == "no"
+
+
 @pytest.mark.parametrize(
     "name",
-    ["no statistics", "time first", "attention over time, time first", "transformer, time first", "graph",
+    ["no statistics", "time first", "lstm with a state, time first", "transformer with places, time first",
+     "attention over time, time first", "transformer, time first", "graph",
      "graph, normalised", "edges", "set attention", "centred", "one row"],
 )  # fmt: skip
 def test_mixing_that_may_be_meant_is_not_called_a_fault(name: str) -> None:

@@ -430,6 +430,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
     ("probe", "name", "severity"),
     [
         ("softmax axis", "SOFTMAX_DIM", "error"),
+        ("compared axes", "SOFTMAX_DIM", "error"),
         ("hidden tokens", "MASK_INVERTED", "error"),
         ("rewarded", "LOSS_SIGN", "warning"),
         ("helped", "LOSS_SIGN", "warning"),

@@ -319,6 +319,15 @@ def test_loss_sign_fires_on_raw_scores_of_a_net_without_a_density(node: str, fir
         silent(run, "LOSS_SIGN")
 
 
+def test_loss_sign_fires_on_raw_scores_with_weights_of_classes_and_not_on_weights_that_may_be_negative() -> None:
+    walk = Walk(nodes=9, kinds={"ConvolutionBackward0": 3})
+    scores = call("nll_loss", value=-0.4, normalised=False, log_normalised=False, weighted=True)
+    assert "raw scores" in fires(Training(call=scores, every=lambda step: [walk]).run(), "LOSS_SIGN", "warning").message
+    masks = call(LOGITS, value=-0.4, target_mean=30.0, weighted=True)
+    assert "outside 0 and 1" in fires(Training(call=masks).run(), "LOSS_SIGN", "warning").message
+    silent(Training(call=call(LOGITS, value=-0.4, target_mean=0.5, weighted=True)).run(), "LOSS_SIGN")
+
+
 @pytest.mark.parametrize(("depth", "fires_too"), [(-1e14, True), (-1e5, False)])
 def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(depth: float, fires_too: bool) -> None:
     training = Training(loss=lambda step: 400.0 - step if step < 6 else depth * (1 - 0.7 ** (step - 5)), call=None)

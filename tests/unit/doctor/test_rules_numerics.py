@@ -234,6 +234,14 @@ def test_symmetric_init_fires_where_rows_and_gradient_rows_are_equal() -> None:
     assert found(zeros.run(), "SYMMETRIC_INIT")
 
 
+def test_symmetric_init_fires_where_the_units_die_at_once() -> None:
+    run = Training(
+        parameter={"constant": 0.1, "equal_rows": True}, grad=lambda s, n: 10.0 if s < 2 else 0.0,
+        norms=lambda s: {"equal_grad_rows": (0, 1) if s < 2 else ()},
+    ).run()  # fmt: skip
+    assert fires(run, "SYMMETRIC_INIT", "error").place.parameters == ("layers.0.weight", "layers.1.weight")
+
+
 def test_symmetric_init_is_quiet_where_gradient_rows_differ() -> None:
     silent(Training(parameter={"constant": 0.0, "equal_rows": True}).run(), "SYMMETRIC_INIT")
     gate = Training(parameter={"constant": 0.0, "equal_rows": True}, grad=lambda s, n: 0.0 if s < 1 else 0.1)

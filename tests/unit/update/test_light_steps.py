@@ -17,8 +17,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_step_calls_few_functions_of_the_engine(calls: Any) -> None:
     fixed, each = calls.counts()
-    assert fixed <= 140
-    assert each <= 15
+    assert fixed <= 93
+    assert each <= 14.5
 
 
 def test_a_backward_is_few_functions_away_from_the_step(calls: Any) -> None:

@@ -62,7 +62,10 @@ OF_A_STEP = (
     fitting,
     relating,
 )
-"""Has what is asked of each step that was written down; the last two run it many times."""
+"""Has what is asked of each step that was written down."""
+
+_LONG, _EARLY = (fitting, relating, training), 0.4
+"""Those that run a step many times, and the share of the time after which the others leave them the rest."""
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float, *, active: bool = False) -> Iterator[Probed]:
@@ -83,11 +86,15 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float, *, act
     for module in OF_A_RUN:
         for question in [one for name, one in vars(module).items() if name.startswith("about_")]:
             yield from answers(question.__name__, math.inf, question, kept, run)
-    for number, tape in sorted(kept.tapes.items()):
-        step = Step(tape, number, kept, run, modules, until)
-        # a list, since a warning of a question writes to its module
-        for one in [one for module in of_a_step for one in vars(module).values() if isinstance(one, Question)]:
-            yield from answers(one.name, until, one.answers, step, optimizer=number)
+    for done, (number, tape) in enumerate(sorted(kept.tapes.items())):
+        now = time.perf_counter()
+        end = now + max(0.0, until - now) / (len(kept.tapes) - done)
+        step = Step(tape, number, kept, run, modules, end)
+        for module in of_a_step:
+            step.until = tape.until = end if module in _LONG else now + _EARLY * (end - now)
+            # a list, since a warning of a question writes to its module
+            for one in [one for one in vars(module).values() if isinstance(one, Question)]:
+                yield from answers(one.name, step.until, one.answers, step, optimizer=number)
     # after the steps, since it has no limit of its own and would take from their time
     yield from answers("helped", math.inf, adversaries.helped, kept)
     for root in kept.batches:

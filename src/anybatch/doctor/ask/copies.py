@@ -23,6 +23,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
 
 _ENOUGH_STEPS = 30
+_FAR_APART, _FAR_ALONE = 2.5, 20.0  # times the deviation of the training, in a batch and in one sample
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
 _WHOLE = 0.9999  # of a net: it was copied, and not averaged
@@ -317,6 +318,8 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         batches = {(one.mean, one.std) for one in trained if one.scaled}  # more than one: it is done for each batch
         if not training and own and len(batches) < 2:
             yield told("scaled apart", own[0], root=root, rows=own[0].rows, columns=own[0].shape[0])
+        far = _FAR_APART if evaluated else _FAR_ALONE
+        evaluated = evaluated or [one for one in given if one.rows == 1]
         if training or len(trained) < 3 or not evaluated or trained[0].symbols:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:
@@ -324,8 +327,9 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         stds, means = sorted(one.std for one in trained), [one.mean for one in trained]
         low, high = stds[0], stds[-1]
         between = max(means) - min(means)
-        apart = all(one.std > 2.5 * high or one.std < low / 2.5 for one in evaluated)
-        shifted = all(min(abs(one.mean - mean) for mean in means) > max(1.5 * high, 3 * between) for one in evaluated)
+        apart = all(one.std > far * high or one.std < low / far for one in evaluated)
+        beyond = max((far - 1) * high, 3 * between)
+        shifted = all(min(abs(one.mean - mean) for mean in means) > beyond for one in evaluated)
         if low > 0 and high < 2 * low and (apart or shifted):
             first = evaluated[0]
             seen = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}

@@ -20,7 +20,7 @@ from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 _STEPS = 120
-_SECONDS = 1.5  # for each rate
+_SECONDS, _TRIALS = 3.0, 7  # for each rate at most, and of how many
 _FITTED = 0.5  # of the first loss
 _LITTLE = 0.2  # of what is gained at the best rate
 _NEARLY = 0.9  # of what is gained at most: a rate that is less far off is as good
@@ -86,14 +86,15 @@ def only_penalised(step: Step) -> Iterator[Probed]:
     if not meetings_of(step):  # as of a generator, whose rows are of nothing that is given
         raise Unknown("nothing that the parameters do not make meets what they make")
     own, moved = abs(step.own), list[tuple[float, Operation]]()
-    layers = [one for one in step.used(*_LAYERS) if _is_own(step, one)]
-    for one in layers[-_MOST_LAYERS:]:
+    layers = [one for one in step.used(*_LAYERS) if _is_own(step, one)][-_MOST_LAYERS:]
+    alone = [one for one in layers if not _meets_targets(step, one)]
+    for one in layers if alone else ():
         (slope,) = step.slopes(one.outs[0])
         if slope is not None and bool(slope.any()) and bool((slope != slope[:1]).any()):
             moved.append((max(abs(_with_rows(step, one, seed) - own) for seed in (1, 2)), one))
     if any(apart > _MOVED * own for apart, _ in moved):
         for apart, one in moved:
-            if apart < _UNMOVED * own and not _meets_targets(step, one):
+            if apart < _UNMOVED * own and one in alone:
                 yield said(one, rows=step.rows, entries=step.values[one.outs[0]][0].numel())
 
 
@@ -195,6 +196,7 @@ def other_rate(step: Step) -> Iterator[Probed]:
     """
     kind, options, rates = _made(step)
     rate, tried, first = max(rates), dict[float, _Tried](), 0.0
+    seconds = min(_SECONDS, (step.until - time.perf_counter()) / _TRIALS)
 
     def gained(factor: float) -> float:
         nonlocal first
@@ -205,7 +207,7 @@ def other_rate(step: Step) -> Iterator[Probed]:
             if is_adam
             else kind([*start.values()], lr=rate * factor, **options)
         )
-        first, last, steps = fitted(step, start, optimizer)
+        first, last, steps = fitted(step, start, optimizer, seconds=seconds)
         tried[factor] = _Tried(first - last if math.isfinite(last) else -math.inf, steps, start)
         return tried[factor].gain
 
@@ -345,18 +347,20 @@ def fitted(
 ) -> tuple[float, float, int]:  # fmt: skip
     """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends.
 
-    Each step is that of the tape with what comes from outside and was drawn as ``change`` has it.
+    Each step is that of the tape with what comes from outside and was drawn as ``change`` has it, of fewer rows where
+    a run of all is long.
     """
+    change, number = (change, None) if change or part else step.fewer
     values, end, loss = list[float](), min(step.until, until, time.perf_counter() + seconds), part or step.loss
     while len(values) < steps and time.perf_counter() < end:
-        value = replayed(step.tape, loss, change, held=start).values[loss.slot].sum()
+        value = replayed(step.tape, loss, change, number, held=start).values[loss.slot].sum()
         values.append(float(value.detach()))
         if not math.isfinite(values[-1]) or not value.requires_grad:
             break
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
-    if len(values) < _STEPS // 4 and (not values or math.isfinite(values[-1])):
+    if len(values) < _STEPS // 6 and (not values or math.isfinite(values[-1])):
         raise Unknown("there was no time left")
     return values[0], median(values[-8:]), len(values)
 

@@ -45,6 +45,7 @@ _OF_ONE = 1e-4  # how far sums of rounded probabilities are from it
 _MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
 _MOST_FUNCTIONS = 8
 _MOST_LINES = 3
+_OF_A_PICTURE = 64  # numbers of one sample, enough for their deviation
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
 
@@ -276,6 +277,7 @@ class Kept:
         if key[1]:
             self._count(first, key)
         is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
+        is_batch = is_batch or (len(first) == 1 and first.numel() >= _OF_A_PICTURE and not key[1])
         if len(found) < _MOST_GIVEN and first.is_cpu and is_batch and not first.is_complex():
             std, mean = torch.std_mean(some_of(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])

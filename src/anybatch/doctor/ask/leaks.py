@@ -21,6 +21,8 @@ from anybatch.records.runs import Run
 _MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "view_as", "t"})
 _ALONG = frozenset({"softmax", "log_softmax", "normalize", "layer_norm", "group_norm", "rms_norm", "cumsum", "softmin"})
 _OVER_TIME = (torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU, torch.nn.MultiheadAttention)
+_LOOKING_UP = frozenset({"embedding", "__getitem__"})
+_WITHOUT_VALUES = ("empty", "new_empty")
 _FILLER = 1e4  # what a mask fills in is larger
 _TOLERANCE = 1e-5  # of the largest output: kernels may take another order of summation for another batch
 
@@ -46,8 +48,9 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
-    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or _rows_are_samples(run, inputs)}
-    reason = _may_be_meant(trial, run, op, inputs)
+    is_sample = _rows_are_samples(run, inputs) or _numbers_places(first, guilty, inputs)
+    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample}
+    reason = _may_be_meant(trial, op, inputs, is_sample)
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
     return told("batch", guilty, root=root, answer="unknown" if reason else "yes", detail=reason, **evidence)
@@ -122,14 +125,14 @@ def _grouped(one: torch.Tensor) -> bool:
     return bool(one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all())
 
 
-def _may_be_meant(trial: Trial, run: Run, op: str, inputs: Inputs) -> str:
+def _may_be_meant(trial: Trial, op: str, inputs: Inputs, is_sample: bool) -> str:
     """Why mixing may be what the model is for; empty where it can't be."""
     if op in _MOVING | _ALONG and inputs.dim == 0:
         sequential = _time_first(trial, inputs)
-        return f"dim 0 may be the time: {sequential}" if sequential and not _rows_are_samples(run, inputs) else ""
+        return f"dim 0 may be the time: {sequential}" if sequential and not is_sample else ""
     if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
         first = inputs.by_rows()[0]  # of numbers it needs a third dim, of tokens it does not
-        batched = inputs.dim == 0 and _rows_are_samples(run, inputs) and first.dim() > 1 + first.is_floating_point()
+        batched = inputs.dim == 0 and is_sample and first.dim() > 1 + first.is_floating_point()
         if batched and _time_first(trial, inputs):
             return ""
         return f"{op} runs along dim {inputs.dim}, which may be the time"
@@ -165,6 +168,21 @@ def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
         return True
     longer = all(one.dim() > 1 and one.shape[1] > 1 for one in inputs.by_rows()[:1])
     return longer and any(one.target_shape in ((row,), (row, 1)) for one in run.of(LossCall) for row in rows)
+
+
+def _numbers_places(operations: Operations, until: Operation | None, inputs: Inputs) -> bool:
+    """Whether the places of dim 1 are numbered: something embedded, or cut out of a table, is one for all rows."""
+    first = inputs.by_rows()[0]
+    if until is None or first.dim() < 2 or first.shape[0] == first.shape[1]:
+        return False
+    before = list(itertools.takewhile(lambda one: one is not until, operations.seen))
+    joined = {each.shape[2:] for one in before for each in one.results if each.shape[:2] == first.shape[:2]}
+    tables = (each for one in before if one.name in _LOOKING_UP for each in one.results if each.dim() in (2, 3))
+    return any(
+        one.shape[-2] == first.shape[1] and one.shape[-1:] in joined and one.shape[:-2].numel() == 1
+        and not torch.equal(one[..., 0, :], one[..., -1, :])
+        for one in tables
+    )  # fmt: skip
 
 
 def _from_loader(run: Run) -> bool:
@@ -237,7 +255,9 @@ def first_of(
     for one, two in zip(first.seen, second.seen, strict=False):
         if one.name != two.name:
             return None
-        if any(is_it(a, b) for a, b in zip(one.results, two.results, strict=False)):
+        if not one.name.startswith(_WITHOUT_VALUES) and any(
+            is_it(a, b) for a, b in zip(one.results, two.results, strict=False)
+        ):
             return one
     return None
 

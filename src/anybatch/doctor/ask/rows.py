@@ -203,6 +203,9 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
     if any(tape.numbers[one] <= last for one in tape.numbers.keys() & step.needed):  # a loss itself may be printed
         raise Unknown("a value of the step became a number of Python on the way to the loss")
 
+    if not any(sum(not _has_rows(step, one) for one in each.given) > 1 for each in step.used(*_ADDING)):
+        yield said(answer="no", rows=rows)
+
     def twice(one: torch.Tensor) -> torch.Tensor:
         if not one.dim() or one.shape[0] != rows:
             return one
@@ -221,6 +224,11 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
         yield said(answer="no", rows=rows)
     else:
         yield said(guilty[0], rows=rows, ratio=guilty[1])
+
+
+def _has_rows(step: Step, slot: Slot) -> bool:
+    one = step.values[slot]
+    return one.dim() > 0 and len(one) % step.rows == 0
 
 
 def _mixed(step: Step, second: Replay) -> tuple[Operation, float] | None:

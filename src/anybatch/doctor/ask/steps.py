@@ -1,5 +1,6 @@
 """A step that was written down, as questions see it, and how such a question is declared."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ PRODUCTS = frozenset({"matmul", "bmm", "mm"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _MOST_NUMBERS = 1 << 26
+_SHORT, _FEWEST_ROWS = 0.0125, 8  # seconds of a run with its gradient
 
 
 @dataclass(slots=True)
@@ -74,6 +76,33 @@ class Step:
     def replay(self) -> Replay:
         """What it gives when it is run again as it was."""
         return replayed(self.tape, self.loss)
+
+    @cached_property
+    def fewer(self) -> tuple[Any, Any]:
+        """How leaves and numbers become those of fewer rows; ``None`` for both where a run of all is short.
+
+        A mean of fewer rows is about that of all, and what is trained with it learns or does not for the same reasons.
+        """
+        start, run = time.perf_counter(), replayed(self.tape, self.loss)
+        self.slopes(*[one for one in self.needed & self.parameters.keys() if run.values[one].requires_grad], run=run)
+        rows = max(_FEWEST_ROWS, int(self.rows * _SHORT / max(time.perf_counter() - start, 1e-9)))
+        stride, own = self.rows // rows, self.own
+
+        def some(one: torch.Tensor) -> torch.Tensor:
+            return one[: stride * rows : stride] if one.shape[:1] == (self.rows,) else one
+
+        def scaled(number: Any) -> Any:
+            is_of_rows = isinstance(number, int) and number >= self.rows and number % self.rows == 0
+            return number // self.rows * rows if is_of_rows else number
+
+        for number in (None, scaled) if stride > 1 else ():
+            try:
+                less = total(replayed(self.tape, self.loss, some, number), self.loss)
+            except Unknown:
+                continue
+            if own > 0 and own / 2 < less < 2 * own:
+                return some, number
+        return None, None
 
     @property
     def values(self) -> Values:

@@ -20,6 +20,7 @@ from anybatch.batch.trees import flat, map_leaves
 from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.paths import Preserved
 from anybatch.doctor.recording.naming import whose_file
+from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.doctor.sites import Running
 from anybatch.interception import unobserved
 from anybatch.records.lossfacts import Probed
@@ -91,6 +92,21 @@ class Operations(TorchFunctionMode):
         return result
 
 
+class _Scores(TorchFunctionMode):
+    """Keeps what the losses of a model compare, which stands for what it gives where that is a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if getattr(func, "__name__", "") in LOSSES and isinstance(first, torch.Tensor) and first.dim():
+            self.seen.append(first)
+        return func(*args, **kwargs)
+
+
 @dataclass(slots=True)
 class Inputs:
     """What a model is given."""
@@ -156,9 +172,10 @@ class Trial:
         self._modules = list(named.values())
         self._parameters = list({id(p): p for p in self.module.parameters()}.values())
         self._random = RandomState({p.device for p in self._parameters})
+        self._gives_loss = False
 
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
-        """What the copy gives; its buffers and attributes are as before afterwards."""
+        """What the copy gives, or its scores where that is a loss; buffers and attributes are as before afterwards."""
         if time.perf_counter() > self.until:
             raise Unknown("there was no time left")
         given = inputs.changed(lambda one: one) if grad else inputs.changed(lambda one: one.clone())
@@ -166,13 +183,24 @@ class Trial:
             self._random.restore()
         try:
             with Preserved(self._modules, self._parameters).during(), torch.set_grad_enabled(grad):
-                if watch is None:
-                    result = self.module(*given.args, **given.kwargs)
-                else:
-                    with self.running.attached(), watch:
-                        result = self.module(*given.args, **given.kwargs)
+                result = self._run(given, watch)
         except (*FAILURES, SystemExit) as error:
             raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
+        return result
+
+    def _run(self, given: Inputs, watch: Any) -> Any:
+        with ExitStack() as stack:
+            scores = stack.enter_context(_Scores()) if self._gives_loss else None
+            if watch is not None:
+                stack.enter_context(self.running.attached())
+                stack.enter_context(watch)
+            result = self.module(*given.args, **given.kwargs)
+        if scores is not None and scores.seen:
+            return scores.seen
+        if not self._gives_loss and (made := tensors(result)) and not any(one.dim() for one in made):
+            self._gives_loss = True
+            self._random.restore()
+            return self._run(given, None)
         return result
 
     def advance(self) -> None:

@@ -21,6 +21,7 @@ _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"}
 _MOVED = frozenset({"unsqueeze", "squeeze", "transpose", "permute", "view", "reshape"})
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _SCALING = _BETWEEN | {"div", "mul", "add", *_HIDING}
+_OF_DISTRIBUTIONS = DISTANCES | {"kl_div", "cross_entropy", "binary_cross_entropy"}
 _COMPARING = frozenset({"ge", "gt", "le", "lt"})
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
 _PUT_BEFORE = 2  # tokens: a class, and a separator
@@ -109,6 +110,34 @@ def _over_the_batch(step: Step) -> Iterator[Probed]:
             if is_of_rows and _sums_to_one(one, 0) and not _sums_to_one(one, -1):
                 dims = step.values[made.outs[0]].dim()
                 yield said(made, dim=0, dims=dims, summed=dims - 1)
+
+
+@asks("compared axes")
+def compared_axes(step: Step) -> Iterator[Probed]:
+    """Whether a loss compares probabilities along one axis with probabilities along another one."""
+    along: dict[Slot, tuple[Operation, int]] = {}
+    for operation in step.operations:
+        given = operation.given
+        if operation.kind in ("softmax", "log_softmax") and operation.outs:
+            dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
+            if isinstance(dim, int):
+                along[operation.outs[0]] = operation, dim % step.values[operation.outs[0]].dim()
+        elif operation.kind in _BETWEEN | {"log", "clamp", "clamp_min"} and given and given[0] in along:
+            along |= dict.fromkeys(operation.outs, along[given[0]])
+        elif operation.kind in _OF_DISTRIBUTIONS and len(given) > 1 and step.needed & set(operation.outs):
+            pair = [along.get(one) or (operation, _axis_of(step, one)) for one in given[:2]]
+            dims = {dim for _, dim in pair}
+            if len(dims) == 2 and min(dims) == 0 and step.values[given[0]].shape == step.values[given[1]].shape:
+                yield said(next(one for one, dim in pair if dim == 0), op=operation.name, dim=0, other=max(dims))
+
+
+def _axis_of(step: Step, slot: Slot) -> int:
+    """The only axis along which what comes from outside sums to 1; -1 where there is none."""
+    one = step.values[slot].detach()
+    if slot not in step.inputs or not one.is_floating_point() or one.dim() < 2 or bool((one < 0).any()):
+        return -1
+    found = [dim for dim in range(one.dim()) if one.shape[dim] > 1 and _sums_to_one(one.double(), dim)]
+    return found[0] if len(found) == 1 else -1
 
 
 def _sums_to_one(one: torch.Tensor, dim: int) -> bool:

@@ -235,9 +235,7 @@ def _flags(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _starts_alike(tensor: torch.Tensor) -> bool:
     """Whether the first entries of the first two rows are the same, without which nothing is constant."""
-    if tensor.dim() < 2:
-        return tensor.dim() == 0 or bool(tensor.flatten()[0] == tensor.flatten()[-1])
-    return tensor.shape[0] == 1 or bool((tensor[0] == tensor[-1]).all())
+    return tensor.dim() == 0 or len(tensor) == 1 or torch.equal(tensor[0], tensor[-1])
 
 
 def plain_rate(value: Any) -> float:

@@ -129,7 +129,7 @@ class OptimizerHooks:
             self._samplers.before_step(optimizer, number, sampled=sampled)
         kept = self._samplers.kept
         if kept.on and number not in kept.redraws.without:
-            self._samplers.safely("redraws", kept.redraws.look, number, optimizer)
+            self._samplers.safely("redraws", kept.redraws.look, number, optimizer, sampled=sampled)
         return _Begun(known, step, sampled, closure, edited)
 
     def _after(self, optimizer: Any, begun: _Begun, _: Any) -> None:

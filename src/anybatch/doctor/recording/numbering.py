@@ -1,10 +1,10 @@
 """Numbers for parameters, models, optimizers and schedulers, and their tables, recorded when they are first seen."""
 
-import dataclasses
 import weakref
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from anybatch.doctor.recording.naming import user_place, variable_of, variables_
 from anybatch.records.lines import Fact
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root, SchedulerFacts
 
+_TOLD = attrgetter(*(one.name for one in fields(ParameterFacts) if one.name not in ("at", "step")))
+_MOST_ALIVE = 64  # roots that are looked at closely
 _MOST_GONE = 256  # models of a class: further ones are not recorded, so that time and memory have a bound
 
 
@@ -63,15 +65,19 @@ class _Place(NamedTuple):
 class _Where:
     """Where a parameter is, over all roots."""
 
-    __slots__ = ("in_roots", "tensor")
+    __slots__ = ("places", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = weakref.ref(tensor)
-        self.in_roots: dict[int, list[_Place]] = {}
+        self.places: list[_Place] = []
 
-    def places(self) -> list[_Place]:
-        """All of them, those of the first root first."""
-        return [place for _, places in sorted(self.in_roots.items()) for place in places]
+    def roots(self) -> set[int]:
+        """The numbers of the roots."""
+        return {place.root for place in self.places}
+
+    def sorted(self) -> list[_Place]:
+        """All places, those of the first root first."""
+        return self.places if len(self.places) < 2 else sorted(self.places, key=attrgetter("root"))
 
 
 class Numbering:
@@ -108,7 +114,7 @@ class Numbering:
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
-            number = self._add(tensor, self._facts_of(tensor, [], (name,)))
+            number = self._add(tensor, [], (name,), describing.constants([tensor])[0])
         if is_tracked:
             self._track(number)
         return number
@@ -141,15 +147,16 @@ class Numbering:
         self._tracked = dict.fromkeys(numbers)  # a loop that copies its model at each step leaves thousands behind
         return numbers, [self._tensors[number] for number in numbers]
 
+    @staticmethod
     def _facts_of(
-        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...],
-        value: tuple[float | None, bool] | None = None,
+        number: int, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...],
+        value: tuple[float | None, bool],
     ) -> ParameterFacts:  # fmt: skip
-        constant, equal_rows = describing.constants([tensor])[0] if value is None else value
+        constant, equal_rows = value
         where = places[0] if places else None
         kind = where.kind if where is not None else ""
         return ParameterFacts(
-            parameter=-1,
+            parameter=number,
             names=names,
             root=-1 if where is None else where.root,
             module="" if where is None else where.module,
@@ -165,23 +172,20 @@ class Numbering:
             equal_rows=equal_rows and kind not in ("norm", "batch_norm"),
         )
 
-    def _add(self, tensor: torch.Tensor, facts: ParameterFacts) -> int:
+    def _add(
+        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...], value: tuple[float | None, bool]
+    ) -> int:
         number = len(self._tensors)
         self._tensors.append(weakref.ref(tensor))
         self._numbers[id(tensor)] = number
-        self._facts.append(facts)
-        self._record(number, facts)
+        self._facts.append(self._facts_of(number, tensor, places, names, value))
+        self.emit(self._facts[number])
         return number
 
     def _track(self, number: int) -> None:
         if number not in self._tracked:
             self._tracked[number] = None
             self.version += 1
-
-    def _record(self, number: int, facts: ParameterFacts) -> None:
-        facts = dataclasses.replace(facts, parameter=number)
-        self._facts[number] = facts
-        self.emit(facts)
 
     # models
 
@@ -234,14 +238,11 @@ class Numbering:
         module = model.module()
         if module is None:
             return False
-        known = {id(one): registered for _, one, registered in model.modules()}
-        late = [
-            held
-            for held in held_by(module)
-            if held.registered and held.module is not module and known.get(id(held.module)) is not True
-        ]
-        if not late and all(self.known(one) is not None for one in module.parameters()):
+        known = {id(one) for _, one, registered in model.modules() if registered} | {id(module)}
+        is_known = all(id(one) in known for one in module.modules())
+        if is_known and all(self.known(one) is not None for one in module.parameters()):
             return False
+        late = [held for held in held_by(module) if held.registered and id(held.module) not in known]
         again = {id(held.module) for held in late}
         model.held = [entry for entry in model.held if id(entry[1]()) not in again]
         for key in again:
@@ -260,6 +261,10 @@ class Numbering:
         """Whether enough models of its class came and went, as in a loop that copies its model at each step."""
         cls = type(module)
         return self._gone[cls.__module__, cls.__qualname__] >= _MOST_GONE
+
+    def stands_for_others(self, root: int) -> bool:
+        """Whether a root is looked at closely: each of up to 64 living ones is, of more those at even distances."""
+        return not root % -(-max(1, self._alive[0]) // _MOST_ALIVE)
 
     def is_root(self, module: torch.nn.Module) -> bool:
         """Whether a module is a root itself."""
@@ -288,7 +293,7 @@ class Numbering:
             where = self._where.get(id(tensor))
             if where is None or where.tensor() is not tensor:
                 return None
-            roots = roots.intersection(where.in_roots) if own else set(where.in_roots)
+            roots = roots & where.roots() if own else where.roots()
             own.add(id(tensor))
         if not roots:
             return None
@@ -332,8 +337,10 @@ class Numbering:
         return (model for model in self.models if model.module() is not None)
 
     def _prefixed(self, root: int, name: str) -> str:
+        if self._alive[0] <= 1:
+            return name
         variable = self.models[root].variable or f"{type(self.models[root].module()).__name__}{root or ''}"
-        return f"{variable}.{name}".removesuffix(".") if self._alive[0] > 1 else name
+        return f"{variable}.{name}".removesuffix(".")
 
     def _tables(self, model: Model) -> None:
         """Records a model and its parameters; those of all models where the names of others change by it."""
@@ -343,16 +350,17 @@ class Numbering:
             moved |= self._with_places(key for one in self._living() for key in self._held.get(one.number, ()))
         values, before = self._values(moved), len(self._tracked)
         for key, tensor in moved.items():
-            places = self._where[key].places()
+            places = self._where[key].sorted()
             names = tuple(dict.fromkeys(self._prefixed(place.root, place.name) for place in places))
             number = self.known(tensor)
             if number is None:
-                number = self._add(tensor, self._facts_of(tensor, places, names, value=values.get(key)))
+                number = self._add(tensor, places, names, values[key])
             elif self._facts[number].names != names or not self._facts[number].registered:
                 old = self._facts[number]
-                facts = self._facts_of(tensor, places, names, value=(old.constant, old.equal_rows))
-                if facts != dataclasses.replace(old, parameter=-1, at=0, step=0):
-                    self._record(number, facts)
+                facts = self._facts_of(number, tensor, places, names, (old.constant, old.equal_rows))
+                if _TOLD(facts) != _TOLD(old):
+                    self._facts[number] = facts
+                    self.emit(facts)
             self._tracked[number] = None
         self.version += before != len(self._tracked)
         self._record_root(model)
@@ -360,10 +368,11 @@ class Numbering:
     def _moved(self, model: Model) -> dict[int, torch.Tensor]:
         """The parameters whose places have changed by a model that is new or has others than before, by ``id``."""
         died, self._died[:] = [number for number in self._died if self.models[number].module() is None], []
-        touched: dict[int, None] = {}
+        touched, held = dict[int, None](), dict[int, None]()
         for number in (*died, model.number):
             for key in self._held.pop(number, ()):
-                self._where[key].in_roots.pop(number, None)
+                before = self._where[key]
+                before.places = [place for place in before.places if place.root != number]
                 touched[key] = None
         for name, module, registered in model.modules():
             kind = describing.kind_of(module)
@@ -371,14 +380,13 @@ class Numbering:
                 where = self._where.get(key := id(tensor))
                 if where is None or where.tensor() is not tensor:
                     where = self._where[key] = _Where(tensor)
-                place = _Place(model.number, name, kind, own, registered and is_registered)
-                where.in_roots.setdefault(model.number, []).append(place)
-                touched[key] = None
-        self._held[model.number] = [key for key in touched if model.number in self._where[key].in_roots]
+                where.places.append(_Place(model.number, name, kind, own, registered and is_registered))
+                held[key] = touched[key] = None
+        self._held[model.number] = list(held)
         return self._with_places(touched)
 
     def _with_places(self, keys: Iterable[int]) -> dict[int, torch.Tensor]:
-        found = [(key, where.tensor()) for key in keys if (where := self._where[key]).in_roots]
+        found = [(key, where.tensor()) for key in keys if (where := self._where[key]).places]
         return {key: tensor for key, tensor in found if tensor is not None}
 
     def _values(self, tensors: dict[int, torch.Tensor]) -> dict[int, tuple[float | None, bool]]:
@@ -451,6 +459,7 @@ class Numbering:
     def _groups(self, optimizer: Any, variable: str) -> tuple[GroupFacts, ...]:
         unknown = [one for group in optimizer.param_groups for one in group["params"] if self.known(one) is None]
         names = variables_of(unknown) if unknown else {}
+        values = dict(zip(map(id, unknown), describing.constants(unknown), strict=True))
         found = []
         for position, group in enumerate(optimizer.param_groups):
             numbers = []
@@ -458,7 +467,7 @@ class Numbering:
                 number = self.known(tensor)
                 if number is None:
                     name = names.get(id(tensor)) or f"{variable}.param_groups[{position}]['params'][{entry}]"
-                    number = self._add(tensor, self._facts_of(tensor, [], (name,)))
+                    number = self._add(tensor, [], (name,), values[id(tensor)])
                 self._track(number)
                 numbers.append(number)
             found.append(describing.group_facts(group, tuple(numbers)))

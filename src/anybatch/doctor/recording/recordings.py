@@ -1,6 +1,7 @@
 """What all hooks share: the journal, the numbers, the clock, scaled losses, and the guard around what is done."""
 
 import functools
+import gc
 import logging
 import os
 import sys
@@ -240,7 +241,10 @@ class Recording:
             if not lock.acquire(False) and (self._holder in (0, get_ident()) or not threads.acquires()):
                 return None
             self._holder, started = get_ident(), clock()
+            collects = self.sampled and gc.isenabled()
             try:
+                if collects:  # it would go through all that is noted of a large model again and again
+                    gc.disable()
                 if waiting:
                     self.take_in()
                 if not self.active or os.getpid() != pid:
@@ -256,6 +260,8 @@ class Recording:
                 if is_interruption(error):
                     raise
             finally:
+                if collects:
+                    gc.enable()
                 self.own += clock() - started
                 self._holder = 0
                 lock.release()

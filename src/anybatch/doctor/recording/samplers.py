@@ -116,7 +116,7 @@ class Samplers:
         if recording.counter.step == 0:  # ties are seen before a step may break them
             self._measure("ties", self._ties.sample)
         model = recording.numbering.models[root]
-        if model.module() is not module:
+        if model.module() is not module or not recording.numbering.stands_for_others(root):
             return
         seen = self.safely("inputs", inputs.look, root, args, kwargs) or []
         self._is_measuring = True
@@ -136,7 +136,8 @@ class Samplers:
         """Looks at the inputs alone of one more call in a step."""
         calls, trains = self._sampled_roots[root]
         self._sampled_roots[root] = calls + 1, trains or module.training
-        if self._recording.numbering.models[root].module() is module:
+        numbering = self._recording.numbering
+        if numbering.models[root].module() is module and numbering.stands_for_others(root):
             for one in self.safely("inputs", inputs.look, root, args, kwargs) or []:
                 self._recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
 

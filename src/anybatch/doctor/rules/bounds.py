@@ -125,7 +125,9 @@ _SIGNED = "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"
 def _negative(run: Run) -> Iterator[Found]:
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
         least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
-        below = [one for one in calls if one.value is not None and one.value < least and not one.weighted]
+        is_bound = [not one.weighted or one.function == "nll_loss" or (one.target_mean or 0.0) > 1 for one in calls]
+        below = [one for one, is_so in zip(calls, is_bound, strict=True)
+                 if is_so and one.value is not None and one.value < least]  # fmt: skip
         looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
         if len(below) < 2 or looked is None or not _is_wrong(run, looked):
             continue

@@ -150,10 +150,13 @@ def _drifting(run: Run, one: OptimizerView, least: float) -> list[int]:
 def _left_out(run: Run, one: OptimizerView) -> tuple[list[int], Norms]:
     """Parameters that no backward reached from a sample on, while their gradients stayed zeros and they moved."""
     starts: dict[int, int] = {}
+    kinds = {sample.parameters for sample in one.samples}  # few, mostly one
+    places = {kind: {number: place for place, number in enumerate(kind)} for kind in kinds}
+    backwards = [(sample, places[sample.parameters]) for sample in reversed(one.samples)]
     for number in one.groups:
         start = len(one.samples)
-        for sample in reversed(one.samples):
-            place = sample.parameters.index(number) if number in sample.parameters else -1
+        for sample, placed in backwards:
+            place = placed.get(number, -1)
             if place < 0 or sample.grad[place] != 0.0 or not sample.update[place] > 0.0:
                 break
             start -= 1

@@ -44,7 +44,8 @@ def update_lost_precision(
     """Parameters in half precision that don't move."""
     for one in measured(run):
         lost: list[tuple[ParameterFacts, list[tuple[Norms, Entry]]]] = []
-        for number, seen in _series(one).items():
+        is_any = any(facts.dtype in _HALF for facts in run.parameters.values())
+        for number, seen in _series(one).items() if is_any else ():
             facts, taken = run.parameters[number], [(norms, entry) for norms, entry in seen if entry.grad > 0]
             known = facts.dtype in _HALF and len(taken) >= samples and one.groups[number][1].lr
             if known and sum(_lost(entry) > share for _, entry in taken) >= share * len(taken):
@@ -73,7 +74,7 @@ def update_lost_precision(
 
 @rule(
     "AB558", "SYMMETRIC_INIT", "error", needs=(Norms,),
-    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_LOW"),
+    explains=(*LEARNS_NOTHING, "VANISHING", "DEAD_UNITS", "LR_TOO_LOW", "LR_TOO_HIGH"),
 )  # fmt: skip
 def symmetric_init(
     run: Run, *, share: float = Limit(0.6, "of the first ten samples: rounding tells equal rows apart later")
@@ -141,7 +142,8 @@ def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], first: 
         return False
     begins = facts.role in ("weight", "other", "embedding") and (facts.equal_rows or facts.constant is not None)
     rows = sum(facts.parameter in norms.equal_grad_rows for norms in first)
-    if begins and rows >= 2 and rows >= share * min(len(first), len(seen)):
+    told = sum(one.grad != 0 for norms, one in seen if norms.step <= first[-1].step)  # a dead unit has equal rows, too
+    if begins and rows >= 2 and rows >= share * told:
         return True
     return facts.constant == 0 and len(seen) >= 5 and all(one.grad == 0 and one.update == 0 for _, one in seen)
 

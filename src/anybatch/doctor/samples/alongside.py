@@ -213,6 +213,7 @@ class ReplicaWatch:
 
 
 _ENTRIES, _LEAST_ENTRIES, _MOST_DRAWN = 256, 64, 32
+_CLOSELY, _APART = 100, 5  # looks at each step from the beginning; steps between two after these
 
 _TINY = 1e-30
 _RELATED = 0.5
@@ -227,7 +228,7 @@ class Watched:
     before: torch.Tensor
     shape: torch.Size
     step: int  # from one of the entries to the next
-    looks: int = 0
+    looks: int = 0  # steps
     drawn: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # the look, and what came
     after: torch.Tensor | None = None  # a step, as long as the next one has not begun
     kept: list[float] = field(
@@ -236,16 +237,24 @@ class Watched:
 
 
 class Redraws:
-    """Looks before each step; only on a CPU, since each look would wait for another device."""
+    """Looks before each step, after the first hundred before every fifth until weights were redrawn in them.
+
+    Only on a CPU, since each look would wait for another device.
+    """
 
     def __init__(self) -> None:
         self.optimizers: dict[int, Watched] = {}
         self.without = set[int]()  # optimizers without a matrix that tells
 
-    def look(self, number: int, optimizer: Any) -> None:
-        """Is told that an optimizer is about to step."""
+    def look(self, number: int, optimizer: Any, *, sampled: bool = True) -> None:
+        """Is told that an optimizer is about to step, which may be a step that is measured."""
         known = self.optimizers.get(number)
-        if known is None:
+        if known is not None:
+            known.looks += 1
+            is_close = known.looks <= _CLOSELY or sampled or known.drawn or known.after is not None
+            if known.looks % _APART and not is_close:
+                return
+        else:
             weights = (one for group in optimizer.param_groups for one in group["params"] if _is_plain(one))
             weight = max(weights, key=torch.Tensor.numel, default=None)
             if weight is None or weight.numel() < _LEAST_ENTRIES:
@@ -262,7 +271,7 @@ class Redraws:
             return
         now = weight.detach().as_strided(known.before.shape, (known.step,)).clone()
         before, after, known.after = known.before, known.after, None
-        known.looks, known.before = known.looks + 1, now
+        known.before = now
         if after is not None and len(known.kept) < _MOST_DRAWN and (moved := after - before).any():
             left = now - before
             known.kept.append(float(torch.dot(left, moved) / (left.norm() * moved.norm()).clamp_min(_TINY)))

@@ -19,21 +19,18 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """What can be read without autograd in place of a tensor; ``None`` for what has no numbers of its own to read."""
-    if tensor is None or tensor.layout is not torch.strided or is_lazy(tensor):
+    if tensor is None or tensor.layout is not torch.strided:
         return None
-    if type(tensor) not in _PLAIN:
-        tensor = _of_subclass(tensor)
-    if tensor is None or tensor.is_meta:
+    if type(tensor) not in _PLAIN and (is_lazy(tensor) or (tensor := _of_subclass(tensor)) is None):
         return None
     try:
-        is_empty = not tensor.data_ptr()
+        if not tensor.data_ptr():  # nor has one on meta
+            return None
     except RuntimeError:  # of a transform of ``torch.func``, whose tensors have no numbers of their own
         return None
-    if is_empty:
-        return None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach())
-    return tensor if tensor.is_floating_point() else None
+    if tensor.is_floating_point():
+        return tensor
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else None
 
 
 def _of_subclass(tensor: torch.Tensor) -> torch.Tensor | None:
