@@ -269,8 +269,8 @@ class Splittable:
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
-        own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
         if self.collate is not None:
+            own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
             found: Iterator[Any] = (self.collated(part, own) for part in parts)
         elif len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
             found = iter(_cut(self.layouts[0].root, [*map(len, map(attrgetter("samples"), parts))]))

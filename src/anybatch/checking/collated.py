@@ -17,15 +17,14 @@ from anybatch.tensors.sideeffects import SideEffects, same
 
 
 class Draws:
-    """Sees whether a function draws by NumPy, Python or a generator of its own, for which nothing can stand in."""
+    """Sees whether NumPy, Python or a generator of the user's own draws numbers, for which nothing can stand in."""
 
-    def __init__(self, function: Any) -> None:
-        self._random, self._effects = RandomState(), SideEffects([function], tensors=False)
-        self._own = self._effects.generators()
+    def __init__(self, effects: SideEffects) -> None:
+        self._random, self._effects, self._own = RandomState(), effects, effects.generators()
 
     @property
     def are_met(self) -> bool:
-        """Whether it has drawn by now."""
+        """Whether any has by now."""
         return self._random.moved()[1] or not same(self._own, self._effects.generators())
 
 

@@ -171,7 +171,7 @@ def _padding(case: Case, comparison: Comparison) -> list[Reason]:
 
     If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
     """
-    draws = Draws(case.rig.splittable.collate)
+    draws = Draws(case.rig.effects)
     padded = joined(case.rig.splittable)
     if case.rig.splittable.collate is None or padded is None:
         return []

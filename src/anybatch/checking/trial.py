@@ -233,10 +233,11 @@ class Trial:
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
 
     def carries(self, cut: Cut) -> Difference | None:
-        """How far the parts of a cut are from the same parts in another order; ``None`` where numbers are drawn."""
-        one, other = (self.run(way, way.parts) for way in (cut, Cut(cut.backwards.splittable, cut.sizes[::-1])))
-        drew = one.drew_torch or one.drew_others
-        return None if drew else replace(self._compared(cut, one, other), value_error=0.0)
+        """How far the parts of a cut are from the same parts in another order; ``None`` where anything else moves."""
+        backwards = Cut(cut.backwards.splittable, cut.sizes[::-1])
+        one, other, again = (self.run(way, way.parts) for way in (cut, backwards, cut))
+        moves = one.drew_torch or one.drew_others or not self._compared(cut, one, again).is_none
+        return None if moves else replace(self._compared(cut, one, other), value_error=0.0)
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
