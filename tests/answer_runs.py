@@ -11,6 +11,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "unused update": {"tensors": 4},
     "frozen copy": {"online": 0, "steps": 60},
     "slow copy": {"online": 0, "way": 0.02, "steps": 200, "loss": 1.4, "online_loss": 0.1},
+    "statistics never made": {"norms": 2, "first": "layers.1"},
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
     "own negative": {"op": "min"},
     "apart": {"share": 0.7, "masks": 90},

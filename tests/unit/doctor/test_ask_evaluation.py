@@ -170,3 +170,20 @@ def test_labels_of_pictures_whose_edge_is_nearly_empty_are_asked_for(related: bo
             optimizer.step()
 
     assert answer(train, "labels") == expected
+
+
+@pytest.mark.parametrize(("mode", "loaded", "expected"), [(False, False, "yes"), (False, True, ""), (True, False, "")])
+def test_a_net_that_trains_by_the_statistics_of_a_new_one_is_told(mode: bool, loaded: bool, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).train(mode)
+        if loaded:
+            norm = net[1]
+            assert isinstance(norm, nn.BatchNorm1d)
+            norm.running_mean = torch.randn(8)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(16, 6)), torch.randint(0, 3, (16,))).backward()
+            optimizer.step()
+
+    assert answer(train, "statistics never made") == expected

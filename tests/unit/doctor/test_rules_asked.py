@@ -50,6 +50,11 @@ def test_copy_buffers_stale_fires_and_names_the_buffer() -> None:
     assert "1.running_mean" in fires(asked("copied buffers", "yes").run(), "COPY_BUFFERS_STALE", "warning").message
 
 
+def test_eval_in_training_fires_on_statistics_that_were_never_made() -> None:
+    found = fires(asked("statistics never made", "yes").run(), "EVAL_IN_TRAINING", "error")
+    assert "2 of its norm layers" in found.message
+
+
 def test_copy_buffers_stale_is_quiet_without_an_answer() -> None:
     both("copied buffers", "COPY_BUFFERS_STALE")
 

@@ -69,14 +69,14 @@ def test_zero_grad_missing_is_quiet_on_two_backwards_for_one_step() -> None:
     assert not findings(not_cleared(closure=True, cls="LBFGS"), "ZERO_GRAD_MISSING")
 
 
-def in_closures(*, inside: bool, backwards: int = 4) -> RunBuilder:
+def in_closures(*, inside: bool, backwards: int = 4, steps: int = 5, before: bool = True) -> RunBuilder:
     """Steps of LBFGS, with a clearing in front of each, or of each backward."""
     built = RunBuilder()
     numbers = built.model()
     built.optimizer(numbers, cls="LBFGS", variable="opt")
-    for _ in range(5):
+    for _ in range(steps):
         for index in range(backwards):
-            if inside or not index:
+            if inside or (before and not index):
                 built.clear()
             built.forward()
             built.backward(numbers)
@@ -88,6 +88,13 @@ def test_zero_grad_missing_fires_where_a_closure_is_cleared_outside_of_it() -> N
     (one,) = findings(in_closures(inside=False), "ZERO_GRAD_MISSING")
     assert "within a step, in 5 steps" in one.message
     assert one.evidence["backwards"] == 20
+
+
+def test_zero_grad_missing_fires_in_one_step_of_many_calls() -> None:
+    (one,) = findings(in_closures(inside=False, backwards=20, steps=1, before=False), "ZERO_GRAD_MISSING")
+    assert "in 1 step: each backward of the closure" in one.message
+    assert not findings(in_closures(inside=True, backwards=20, steps=1), "ZERO_GRAD_MISSING")
+    assert not findings(in_closures(inside=False, backwards=2, steps=1, before=False), "ZERO_GRAD_MISSING")
 
 
 def test_zero_grad_missing_is_quiet_where_the_closure_clears_or_is_called_once() -> None:

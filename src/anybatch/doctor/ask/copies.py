@@ -286,6 +286,15 @@ def _fresh_statistics(state: State, online: State) -> list[str]:
     return [one for one in sorted(names) if one.endswith(_STATISTICS[0]) and state.values[one][1:] == (0.0,)]
 
 
+def about_statistics(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a net was trained in evaluation mode only, by running statistics that are those of a new one."""
+    for state in kept.states.values():
+        means = [one for one in state.buffers if one.endswith(_STATISTICS[0])]
+        new = [one for one in means if one not in _moved(state) and state.values[one][1:] == (0.0,)]
+        if state.modes == {False} and 2 * len(new) > len(means) and _moved(state) & state.weights:
+            yield told("statistics never made", root=state.root, norms=len(new), first=min(new).rpartition(".")[0])
+
+
 def _alike(one: State, two: State) -> bool:
     """Whether two nets have the same parameters by name and shape."""
     return {name: mark[0] for name, mark in one.values.items()} == {name: mark[0] for name, mark in two.values.items()}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import PurePath
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
@@ -29,6 +30,7 @@ _TAUGHT = 20
 @rule("AB451", "EVAL_IN_TRAINING", "error", explains=("DROPOUT_NEVER_ON",))
 def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end of a run")) -> Iterator[Found]:
     """Models that are trained in evaluation mode since some step."""
+    yield from say(run, "AB451")
     for root in run.roots:
         found = trained_forwards(run, root)
         drops, tail = _functional(run, root), list[Forward]()

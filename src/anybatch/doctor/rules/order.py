@@ -17,6 +17,7 @@ from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
 
+_CALLS = 6  # of the closure, where there are fewer than three steps
 _ROUNDING = 1e-6  # relative; a mean over micro-batches is summed in another order
 _ENOUGH = 20  # steps of which one shows what lies between the clearing and the step
 
@@ -74,18 +75,19 @@ def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]], 
 def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
     """A closure whose backwards add up; LBFGS calls it several times in a step, and a clearing in front is of one."""
     found = [window for window in one.windows if window.step is not None]
-    if len(found) < 3 or one.facts.cls != "LBFGS":
+    if not found or one.facts.cls != "LBFGS":
         return
     first = one.steps[0].at
     before = max((step.at for step in run.of(Stepped) if step.optimizer != one.number and step.at < first), default=-1)
     backs = [back.fact for window in found for back in window.passes if back.reaches(one.own) and back.fact.at > before]
-    if len(backs) <= len(found) or not all(by_closure(run, window) for window in found):
+    enough = len(backs) > len(found) and (len(found) >= 3 or len(backs) >= _CALLS)
+    if not enough or not all(by_closure(run, window) for window in found):
         return
     clears = [clear for clear in run.of(Cleared) if clear.at > backs[0].at]  # none of an optimizer before it counts
     outside = any(concerns(run, clear, one.number, members(run)) for clear in clears)
     several = sum(len(window.passes) > 1 for window in found)
     inside = any(window.clears for window in found[1:])  # the first one has those of an optimizer before it
-    cleared = inside or (outside and several < 2)
+    cleared = inside or (outside and (several < 2 or len(found) < 3))
     if cleared or any(step.edited for step in one.steps):
         return
     yield Found(
@@ -94,7 +96,7 @@ def _closure_clears_nothing(run: Run, one: OptimizerView) -> Iterator[Found]:
         fix=f"{one}.zero_grad()  # in the closure, before the backward{near(backs[1])}",
         cause=f"{one} calls its closure several times in a step, and takes the gradient to be of one call.",
         since=backs[1],
-        step=one.steps[2].number,
+        step=one.steps[min(2, len(one.steps) - 1)].number,
         parameters=one.own,
         optimizer=one.number,
         evidence={"backwards": len(backs), "steps": len(found), "clearings": 0},

@@ -345,14 +345,25 @@ def spread(start: Any, rows: int, scored: Mapping[Any, tuple[int, ...]]) -> tupl
             continue
         name, before = node.name(), following(node)
         real = [after for after in before if after is not None]
-        if name in _PAIRING and len(before) == 2 and len(real) == 1 and rows > 1 and shape_of(node) == (rows, rows):
+        count = (shape_of(node) or (0,))[0] if name in _PAIRING and len(before) == 2 and len(real) == 1 else 0
+        if count > 1 and shape_of(node) == (count, count) and (count == rows or _is_column(real[0], count)):
             side = shape_of(real[0]) or ()
-            if side in ((rows, 1), (rows,)):
+            if side in ((count, 1), (count,)):
                 return side
         if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in MOVING):
             waiting.extend(after for after in real if after not in nodes)
             nodes.update(dict.fromkeys(real))
     return ()
+
+
+def _is_column(node: Any, rows: int) -> bool:
+    """Whether it is what a linear layer gives, one number for each row; the model may have been called again since."""
+    for _ in range(_MOST_PRODUCTS):
+        real = [after for after in following(node) if after is not None]
+        if node.name() == "AddmmBackward0" or len(real) != 1 or node.name() not in (*_BY_ENTRY, *MOVING):
+            break
+        node = real[0]
+    return node.name() == "AddmmBackward0" and shape_of(node) == (rows, 1)
 
 
 def averaged(start: Any, scored: Mapping[Any, tuple[int, ...]]) -> tuple[int, ...]:
