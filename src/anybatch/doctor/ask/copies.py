@@ -295,6 +295,18 @@ def about_statistics(kept: Kept, run: Run) -> Iterator[Probed]:
             yield told("statistics never made", root=state.root, norms=len(new), first=min(new).rpartition(".")[0])
 
 
+def about_buffers(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a net had buffers that are no numbers when it was first called."""
+    for state in kept.states.values():
+        bad = [one for one in sorted(state.buffers) if any(math.isnan(value) for value in _values_of(state, one))]
+        if bad:
+            yield told("buffer not a number", root=state.root, first=bad[0], names=len(bad))
+
+
+def _values_of(state: State, name: str) -> tuple[float, ...]:
+    return tuple(one for one in state.values[name] if isinstance(one, float))
+
+
 def _alike(one: State, two: State) -> bool:
     """Whether two nets have the same parameters by name and shape."""
     return {name: mark[0] for name, mark in one.values.items()} == {name: mark[0] for name, mark in two.values.items()}

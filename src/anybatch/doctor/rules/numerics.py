@@ -13,7 +13,7 @@ from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, lat
 from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, loss_grew, measured
 from anybatch.records.events import Backward, Scaler, Stepped
-from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, ModuleSample, NonFinite, Norms
 
@@ -274,6 +274,10 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         else "A result on the way to the loss",
     }.get(first.where, first.where)  # fmt: skip
     by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
+    made = next(iter(run.answers("buffer not a number")), None) if first.where == "input" else None
+    if made is not None:
+        yield _of_a_buffer(run, first, made)
+        return
     yield _not_finite(
         run,
         first,
@@ -284,6 +288,20 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         if first.where == "input"
         else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
         evidence={"where": first.where, "value": first.value, "op": first.op},
+    )
+
+
+def _of_a_buffer(run: Run, bad: NonFinite, probed: Probed) -> Found:
+    """A number that the model has had since it was made."""
+    name, count = qualified(run, probed.root, str(probed.evidence["first"])), int(probed.evidence["names"]) - 1
+    return Found(
+        text=f"The buffer {name} has nan since before the first forward{f', and {count} more too' if count else ''}: "
+        f"from there it comes into the first step{f' ({_made(bad)})' if bad.op else ''}.",
+        fix=f"assert torch.isfinite({name}).all()  # behind the line that computes it",
+        cause="It is computed where the model is made, such as by the root of a number below 0.",
+        since=bad,
+        module=(probed.root, ""),
+        evidence={"where": "buffer", "buffers": count + 1, "op": bad.op},
     )
 
 
