@@ -176,6 +176,9 @@ def _sound(given: Given) -> Cases:
         "loss of rows": lambda: Recorder(
             Made(lambda m, x: F.mse_loss(m[0](x), x[:, :1]), LIN(6, 1)), rows
         ),
+        "loss of noise, which comes first": lambda: Recorder(
+            Made(lambda m, x: F.mse_loss(torch.randn(len(x), 1), m[0](x)), LIN(6, 1)), rows
+        ),
         "dict output": lambda: Recorder(
             Made(lambda m, x: {"loss": m[0](x).mean(), "logits": m[0](x)}, LIN(6, 3)), rows
         ),

@@ -1,6 +1,7 @@
 """Labels that have nothing to do with their rows are told, and what is right by chance alone is not called learned."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,56 @@ def test_labels_unrelated_fires_on_masks_of_other_pictures(with_channel: bool) -
     fires(masks(other=True, with_channel=with_channel).run, "LABELS_UNRELATED", "warning")
     for steps in (160, 40):  # also where it has hardly begun to learn
         quiet(masks(other=False, with_channel=with_channel, steps=steps).run, "LABELS_UNRELATED")
+
+
+class Texts(nn.Module):
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.rnn, self.head = nn.Embedding(words, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 2)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.rnn(self.words(text))[0].mean(1))
+        return made
+
+
+def texts(kind: str, count: int) -> torch.utils.data.DataLoader[Any]:
+    """Texts of 30 usual words and 10 that tell the class."""
+    words, labels = torch.randint(10, 40, (count, 16)), torch.randint(0, 2, (count,))
+    for place in torch.rand(count, 16).topk(3).indices.T:
+        words[torch.arange(count), place] = 5 * labels + torch.randint(0, 5, (count,))
+    if kind == "in order":  # what the first word is
+        words, labels = torch.randint(0, 4, (count, 16)), torch.randint(0, 2, (count,))
+        words[:, 0] = 2 * labels
+    elif kind == "pairs":  # two texts that begin alike, or do not, with a word between
+        words, labels = torch.randint(1, 40, (count, 16)), torch.randint(0, 2, (count,))
+        middle = torch.randint(5, 9, (count,))
+        words[torch.arange(count), middle] = 0
+        words[torch.arange(count), middle + 1] = torch.where(labels == 1, words[:, 0], words[:, 2])
+    elif kind == "shuffled":
+        labels = labels[torch.randperm(count)]
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(words, labels), 32, shuffle=True)
+
+
+def read(loader: torch.utils.data.DataLoader[Any]) -> None:
+    net = Texts(40)
+    optimizer = torch.optim.Adam(net.parameters())
+    for text, label in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(text), label).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [
+        ("right", 1600, "no"),
+        ("shuffled", 1600, "yes"),
+        ("shuffled", 640, "unknown"),
+        ("in order", 1600, "unknown"),
+        ("pairs", 1600, "unknown"),
+    ],
+)
+def test_texts_whose_words_say_nothing_of_their_labels_are_told(kind: str, count: int, expected: str) -> None:
+    loader = texts(kind, count)  # which has to be there after the training to be read again
+    found = [one for one in asked(lambda: read(loader), "labels") if one.answer]
+    assert found[-1].answer == expected, found

@@ -214,3 +214,66 @@ def test_attention_that_knows_distances_sees_the_order() -> None:
             optimizer.step()
 
     assert answer(train, "order ignored") == "no"
+
+
+class Told(nn.Module):
+    """Says a word for each place of a text, from its own class, (batch, time) or (time, batch) as asked."""
+
+    def __init__(self, *, time_first: bool, norm: bool = False) -> None:
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(WORDS, 8), nn.GRU(8, 8), nn.Linear(8, WORDS)
+        self.time_first, self.norm = time_first, nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        made = self.rnn(self.table(words.t()))[0]
+        scores: torch.Tensor = self.head(self.norm(made.transpose(1, 2)).transpose(1, 2))
+        return scores if self.time_first else scores.transpose(0, 1)
+
+
+def translated(net: nn.Module, turned: bool, sizes: tuple[int, int] = (ROWS, PLACES), numbers: int = 0) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        words, others = (torch.randint(WORDS, sizes) for _ in range(2))
+        wanted = torch.randn(*sizes, WORDS)
+        optimizer.zero_grad()
+        scores = net(words)
+        if numbers:
+            wanted = wanted.transpose(0, 1) if turned else wanted
+            F.mse_loss(scores.reshape(-1, WORDS), wanted.reshape(-1, WORDS)).backward()
+        else:
+            others = others.t() if turned else others
+            F.cross_entropy(scores.reshape(-1, WORDS), others.reshape(-1)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("numbers", [0, 1])
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_scores_and_targets_that_are_flattened_in_two_orders_are_told(
+    time_first: bool, turned: bool, numbers: int
+) -> None:
+    """Scores that are time first belong to targets that are."""
+    expected = "yes" if time_first != turned else "no"
+    net = Told(time_first=time_first)
+    assert answer(lambda: translated(net, turned, numbers=numbers), "flattened apart") == expected
+
+
+def test_where_samples_mix_or_the_axes_are_alike_no_order_is_told() -> None:
+    for net, sizes in ((Told(time_first=True, norm=True), (ROWS, PLACES)), (Told(time_first=True), (ROWS, ROWS))):
+        assert answer(partial(translated, net, turned=False, sizes=sizes), "flattened apart") == "no"
+
+
+def test_a_target_in_another_order_is_not_called_one_that_is_given() -> None:
+    """A decoder that is given the words of each place and is to say the next ones, with its scores time first."""
+
+    def train() -> None:
+        net = Told(time_first=True)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            words = torch.randint(WORDS, (ROWS, PLACES))
+            optimizer.zero_grad()
+            F.cross_entropy(net(words)[:-1].reshape(-1, WORDS), words[:, 1:].reshape(-1)).backward()
+            optimizer.step()
+
+    assert answer(train, "given at its place") == "no"
+    assert answer(train, "flattened apart") == "yes"

@@ -77,3 +77,91 @@ def test_what_is_joined_for_another_reason_is_not() -> None:
             optimizer.step()
 
     assert answer(train, "itself") == "no"
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize(("views", "expected"), [(1, "yes"), (2, "no")])
+def test_one_view_given_twice_in_one_batch_is_told(in_turns: bool, views: int, expected: str) -> None:
+    def train() -> None:
+        net = encoder()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(16, 6)
+            first = noisy(x)
+            second = noisy(x) if views == 2 else first
+            both = torch.stack([first, second], 1).flatten(0, 1) if in_turns else torch.cat([first, second])
+            made = F.normalize(net(both), dim=1)
+            here = torch.arange(32)
+            scores = (made @ made.t() / 0.2).masked_fill(torch.eye(32, dtype=torch.bool), -torch.inf)
+            optimizer.zero_grad()
+            F.cross_entropy(scores, here ^ 1 if in_turns else (here + 16) % 32).backward()
+            optimizer.step()
+
+    assert answer(train, "itself") == expected
+
+
+def test_a_batch_twice_with_noise_or_for_another_reason_is_not() -> None:
+    """Noise that the model draws tells the two apart; and negatives may be there twice."""
+
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return noisy(x)
+
+    def train(net: nn.Module, targets: torch.Tensor) -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(16, 6)
+            made = F.normalize(net(torch.cat([x, x])), dim=1)
+            scores = (made @ made.t() / 0.2).masked_fill(torch.eye(32, dtype=torch.bool), -torch.inf)
+            optimizer.zero_grad()
+            F.cross_entropy(scores, targets).backward()
+            optimizer.step()
+
+    here = torch.arange(32)
+    assert answer(lambda: train(encoder(Noisy()), (here + 16) % 32), "itself") == "no"
+    assert answer(lambda: train(encoder(nn.Dropout(0.2)), (here + 16) % 32), "itself") == "no"
+    assert answer(lambda: train(encoder(), (here + 1) % 32), "itself") == "no"
+
+
+def of_columns(kind: str) -> None:
+    net, other = encoder(), encoder()
+    optimizer = torch.optim.Adam([*net.parameters(), *other.parameters()])
+    for _ in range(4):
+        x = torch.randn(24, 6)
+        one, two = net(noisy(x)), other(noisy(x))
+        optimizer.zero_grad()
+        dim = 1 if kind == "rows" else 0
+        if kind == "by norm":
+            one, two = one / one.norm(dim=0, keepdim=True), two / two.norm(dim=0, keepdim=True)
+        else:
+            one, two = F.normalize(one, dim=dim), F.normalize(two, dim=dim)
+        if kind == "columns compared":  # as Barlow twins, with a softmax over columns
+            F.cross_entropy(one.t() @ two / 0.2, torch.arange(8)).backward()
+        elif kind == "no scores":
+            (one @ two.t() - torch.eye(24)).square().mean().backward()
+        else:
+            F.cross_entropy(one @ two.t() / 0.2, torch.arange(24)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("batch", "yes"), ("by norm", "yes"), ("rows", "no"), ("columns compared", "no"), ("no scores", "no")],
+)
+def test_rows_that_are_compared_after_columns_have_length_one_are_told(kind: str, expected: str) -> None:
+    assert answer(lambda: of_columns(kind), "unit columns") == expected
+
+
+def test_columns_of_weights_that_have_length_one_are_not() -> None:
+    """As the centres of classes in ArcFace."""
+
+    def train() -> None:
+        net, centres = encoder(), nn.Parameter(torch.randn(8, 12))
+        optimizer = torch.optim.Adam([*net.parameters(), centres])
+        for _ in range(4):
+            made = F.normalize(net(torch.randn(24, 6)), dim=1)
+            optimizer.zero_grad()
+            F.cross_entropy(made @ F.normalize(centres, dim=0) / 0.1, torch.randint(12, (24,))).backward()
+            optimizer.step()
+
+    assert answer(train, "unit columns") == "no"

@@ -44,7 +44,8 @@ def test_samples_that_mix_are_found(name: str, op: str, module: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["mlp", "conv net", "transpose", "batch norm", "batch_first", "time first, transposed", "rows by time", "stateful",
-     "dropout", "dict output", "loss of rows", "causal", "causal layer", "lstm", "flat logits"],
+     "dropout", "dict output", "loss of rows", "loss of noise, which comes first", "causal", "causal layer", "lstm",
+     "flat logits"],
 )  # fmt: skip
 def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
     found = answers(name)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from answer_runs import asked, flat
-from number_runs import call, fires, quiet, silent
+from anybatch.records.lossfacts import Probed
+from number_runs import Training, call, fires, quiet, silent
 from test_rules_asked import both
 
 
@@ -39,3 +40,25 @@ def test_mask_inverted_fires_where_a_mask_hides_nothing() -> None:
     well = replace(asked("hides nothing", "yes"), loss=lambda step: 2.3 * 0.9**step, call=call(value=0.01, guess=2.3))
     quiet(well.run(), "MASK_INVERTED")
     both("hides nothing", "MASK_INVERTED", "error")
+
+
+@pytest.mark.parametrize(
+    ("probe", "name", "severity", "word"),
+    [
+        ("flattened apart", "LABELS_UNRELATED", "error", "32 samples with 8 numbers"),
+        ("detached draw", "GRAPH_CUT", "warning", "The mean of what is drawn"),
+        ("unit columns", "SOFTMAX_DIM", "error", "32 columns"),
+    ],
+)
+def test_what_goes_along_the_wrong_axis_fires(probe: str, name: str, severity: str, word: str) -> None:
+    assert word in fires(asked(probe, "yes").run(), name, severity).message
+    both(probe, name, severity)
+
+
+def test_batch_mixing_is_quiet_of_a_square_batch_where_something_is_learned() -> None:
+    evidence = {"op": "lstm", "square": True, "row_is_sample": True, "dim": 0}
+    run = Training(after=(Probed(probe="batch", answer="yes", evidence=evidence),))
+    learned = replace(run, call=call(value=0.01, guess=2.3), loss=lambda step: 2.3 * 0.9**step)
+    quiet(learned.run(), "BATCH_MIXING")
+    stuck = replace(run, loss=flat, every=lambda step: [call(value=flat(step), guess=2.3)])
+    fires(stuck.run(), "BATCH_MIXING", "warning")

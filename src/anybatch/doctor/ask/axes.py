@@ -47,6 +47,7 @@ def turned(step: Step) -> Iterator[Probed]:
         before, after = axes = [_axes(step.values[one].shape) for one in (given, operation.outs[0])]
         is_other = before != after and sorted(before) == sorted(after)
         is_across = step.rows in before[:2] and step.values[given].requires_grad and reads_across(before, after)
+        is_across |= _is_read_back(step, operation, before, after)
         if (is_other or is_across) and not (_is_padded(step, given) or _is_skewed(step, operation)):
             yield _of_axes(operation, *axes)
         elif step.values[given].requires_grad and _are_heads_torn(step, operation, before, after):
@@ -67,6 +68,23 @@ def turned(step: Step) -> Iterator[Probed]:
 
 def _of_axes(operation: Operation, before: list[int], after: list[int]) -> Probed:
     return said(operation, op=operation.name, before=before, after=after)
+
+
+def _is_read_back(step: Step, operation: Operation, before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a layer reads (rows, places, features) as (rows * features, places), and puts back one per feature.
+
+    There are targets of that shape, (rows, features), and each result is made of several features.
+    """
+    if len(before) != 3 or before[0] != step.rows or list(after) != [before[0] * before[2], before[1]]:
+        return False
+    if before[1] == before[2] or (before[2] == 1):
+        return False
+    wanted = torch.Size((before[0], before[2]))
+    if all(step.leaves[slot].shape != wanted for slot in step.needed & step.inputs):
+        return False
+    made = {slot for one in step.used("linear") if one.given[0] == operation.outs[0] for slot in one.outs}
+    back = (one for one in step.used(*MOVING) if made & set(one.given))
+    return any(step.values[slot].shape == wanted for one in back for slot in one.outs)
 
 
 def _axes(shape: Sequence[int]) -> list[int]:

@@ -25,6 +25,8 @@ _FAR = (1, -1, 10, -10, 100, -100, 1000, -1000)  # how far numbers are moved whe
 _LEAST_CUTS = 3
 _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
+_FOR_A_DRAW = frozenset({"exp", "mul", "div", "sqrt", "softplus", "pow", "expand", "expand_as", "view", "reshape",
+                         "unsqueeze", "squeeze", "clamp", "clone", "contiguous"})  # fmt: skip
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 _CLOSE, _SAME = 1e-4, 1e-5
 _MOST_ENTRIES, _LITTLE = 64, 0.05  # of a row, and of the logarithm of a volume
@@ -156,6 +158,37 @@ def forgotten(step: Step) -> Iterator[Probed]:
             continue  # without pieces it is no sequence: what is made again of the same may be trained by its last step
         if all(one is None for one in step.slopes(*itertools.chain(*again))):
             yield said(cuts[0], steps=len(cuts))
+
+
+@asks("detached draw", of_rows=False)
+def detached_draw(step: Step) -> Iterator[Probed]:
+    """Whether the mean or the deviation of what is drawn with noise is detached, and trained by the rest of the loss.
+
+    As in ``mean.detach() + deviation * noise``, where a penalty alone draws the mean, and what is made of the draw
+    has no gradient for it. A deviation of data that scales some noise is in no other term.
+    """
+    makers = {slot: one for one in step.operations for slot in one.outs if slot not in one.given}
+    drawn = {slot for one in step.operations if one.drawn is not None for slot in one.outs}
+    for operation in step.used("add"):
+        for mean, noise in itertools.permutations(operation.given, 2) if len(operation.given) == 2 else ():
+            made = makers.get(noise)
+            scales = made.given if made is not None and made.kind == "mul" and len(made.given) == 2 else ()
+            scale = next((one for one in scales if one not in drawn), None)
+            if scale is None or len(drawn & set(scales)) != 1:
+                continue
+            for part, other, name in ((mean, scale, "mean"), (scale, mean, "deviation")):
+                cut = _cut_off(makers, part) if step.values[other].requires_grad else None
+                (slope,) = step.slopes(cut.given[0]) if cut and step.values[cut.given[0]].requires_grad else (None,)
+                if slope is not None and bool(slope.any()) and step.values[operation.outs[0]].requires_grad:
+                    yield said(cut, part=name, op=cut.name if cut else "")
+
+
+def _cut_off(makers: Mapping[Slot, Operation], slot: Slot) -> Operation | None:
+    """The detach behind which a tensor was only given another shape, or made positive."""
+    one = makers.get(slot)
+    while one is not None and one.kind in _FOR_A_DRAW and len(one.given) == 1:
+        one = makers.get(one.given[0])
+    return one if one is not None and one.name in ("detach", "data") else None
 
 
 @asks("not carried")

@@ -38,7 +38,14 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     changed = _with_row(inputs, row, other)
     before = _repeated(trial, inputs)
     after = trial.forward(changed)
-    verdict = [v for one, two in pairs_of(before, after) if (v := _confined(one, two, row, rows)) is not None]
+    verdict = _verdict(before, after, row, rows)
+    is_square = not verdict and _is_square(trial, run, root)
+    if is_square:  # fewer rows are fewer places for it, and what it gives is of the other axis
+        inputs, rows = trial.inputs, trial.inputs.rows
+        row = rows - 1  # what comes last is not forgotten
+        changed = _with_row(inputs, row, other)
+        before, after = _repeated(trial, inputs), trial.forward(changed)
+        verdict = _verdict(before, after, row, rows)
     if not verdict:
         raise Unknown("no output has a row for each sample")
     if all(verdict):
@@ -49,11 +56,30 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
     is_sample = _rows_are_samples(run, inputs) or _numbers_places(first, guilty, inputs)
-    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample}
+    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample, "square": is_square}
     reason = _may_be_meant(trial, op, inputs, is_sample)
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
     return told("batch", guilty, root=root, answer="unknown" if reason else "yes", detail=reason, **evidence)
+
+
+def _verdict(before: Any, after: Any, row: int, rows: int) -> list[bool]:
+    return [v for one, two in pairs_of(before, after) if (v := _confined(one, two, row, rows)) is not None]
+
+
+def _is_square(trial: Trial, run: Run, root: int) -> bool:
+    """Whether a batch, as a loader made it, has as many places as rows, each with one target in the losses.
+
+    Its axes can't be told by size, but what a loader stacks has the samples first and lies in memory in that order.
+    """
+    given = trial.inputs.by_rows()
+    first = given[0] if len(given) == 1 else None
+    if first is None or first.dim() < 2 or first.shape[0] != first.shape[1] or not first.is_contiguous():
+        return False
+    rows = first.shape[0]
+    sizes = {one.batch_size for one in run.of(Epoch) if one.batch_size > 1}
+    calls = [one for one in run.of(LossCall) if one.root == root]
+    return sizes == {rows} and bool(calls) and all(one.target_shape in ((rows,), (rows, 1)) for one in calls)
 
 
 def _repeated(trial: Trial, inputs: Inputs) -> Any:

@@ -20,6 +20,8 @@ _BEYOND = 0.1  # of the rounded scores that are no label
 _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
+_SIDES_OF_PAIRS = frozenset({"matmul", "mm"})
+_DIFFERS = 1e-4  # the deviation of an entry over rows
 _JOINING = frozenset({"cat", "concat", "concatenate", "stack"})  # of two views, before all are compared with all
 
 
@@ -42,6 +44,7 @@ def of_itself(step: Step) -> Iterator[Probed]:
             or (kind == "cross_entropy" and len(sides) > 1 and _is_of_pairs_of_one(*sides))
             or (kind == "div" and bool((found[0] == 1).all()) and _are_twins(step, given))
             or (kind in _JOINING and len(given) == 2 and _are_twins(step, given))
+            or (kind in _SIDES_OF_PAIRS and _is_of_views_of_one(step, operation))
             or (kind in _EQUAL and len(given) == 2 and _is_own_list(step, given))
         )
         if is_one:
@@ -81,7 +84,8 @@ def compared_scores(step: Step) -> Iterator[Probed]:
 
 
 def _itself(operation: Operation) -> Probed:
-    return said(operation, op=operation.name.strip("_"))
+    is_of_views = operation.kind in _JOINING | _SIDES_OF_PAIRS
+    return said(operation, op="cat" if is_of_views else operation.name.strip("_"))
 
 
 def _is_own_list(step: Step, given: list[Slot]) -> bool:
@@ -113,6 +117,28 @@ def _is_twice(step: Step, first: Slot, second: Slot) -> bool:
     if one.shape != two.shape or len(one) < 4 or not close(one, two) or float(one.double().std()) == 0:
         return False
     return not {id(made) for made in _makers(step, first)} & {id(made) for made in _makers(step, second)}
+
+
+def _is_of_views_of_one(step: Step, operation: Operation) -> bool:
+    """Whether all rows are compared with all, and each is there twice, as two halves or in turns: of no other view.
+
+    Nothing may be drawn on the way, and the two have to belong together: the loss draws them nearer.
+    """
+    rows, result = step.values[operation.given[0]], step.values[operation.outs[0]]
+    half, odd = divmod(len(rows) if rows.dim() == 2 else 1, 2)
+    if odd or half < _LEAST_ROWS or not result.requires_grad or result.shape != (2 * half, 2 * half):
+        return False
+    made, pairs = rows.detach(), result.detach()
+    halves, turns = close(made[:half], made[half:]), close(made[::2], made[1::2])
+    if not (halves or turns) or not close(pairs, pairs.t()) or float(made[::2].double().std(0).max()) < _DIFFERS:
+        return False
+    behind = step.made_of(operation.given[0])
+    if any(one.drawn is not None and behind & set(one.outs) for one in step.operations):
+        return False
+    (slope,) = step.slopes(operation.outs[0])
+    here = torch.arange(2 * half, device=pairs.device)
+    other = (here + half) % (2 * half) if halves else here ^ 1
+    return slope is not None and bool((slope[here, other] < 0).all())
 
 
 def _are_twins(step: Step, given: list[Slot]) -> bool:

@@ -35,7 +35,7 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
                 if source == target and operation.kind in DISTANCES:
                     continue  # of an auto-encoder
                 for dim in range(min(step.leaves[source].dim(), 2)):
-                    if _follows(step, made, source, dim, moving):
+                    if _follows(step, made, source, dim, moving) and not _samples_apart(step, made, source, moving):
                         places = step.leaves[source].shape[dim]
                         yield said(operation, op=operation.name, places=places)
 
@@ -122,6 +122,80 @@ def _moved(one: torch.Tensor, other: torch.Tensor, count: int) -> torch.Tensor |
     if far.numel() != count:  # scores of classes
         far = far.any(1) if far.dim() > 1 else far
     return far.flatten() if far.numel() == count else None
+
+
+_OF_SCORES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+
+
+@asks("flattened apart", of_rows=False)
+def flattened_apart(step: Step) -> Iterator[Probed]:
+    """Whether what is predicted for samples and places was flattened in another order than its targets.
+
+    Where a sample of an input is another one, its own predictions move: which rows these are says how they lie.
+    """
+    for operation in step.used(*OF_CLASSES, *DISTANCES, *_OF_SCORES):
+        for made, target in _sides(step, operation):
+            found = _leaf_of(step, target)
+            samples = _samples_apart(step, made, *found) if found is not None else 0
+            if samples:
+                count = step.values[target].numel()
+                yield said(operation, op=operation.name, samples=samples, rows=count, places=count // samples)
+
+
+def _leaf_of(step: Step, target: Slot) -> tuple[Slot, list[Operation]] | None:
+    """What came from outside and holds all targets, with what picks them; ``None`` where something else made them."""
+    moving, slot = list[Operation](), target
+    for one in step.path(target):
+        if one.kind not in _PICKING or len(one.given) != 1:
+            return None
+        moving.insert(0, one)
+        slot = one.given[0]
+    return (slot, moving) if slot in step.inputs and step.leaves[slot].dim() > 1 else None
+
+
+def _samples_apart(step: Step, made: Slot, source: Slot, moving: list[Operation]) -> int:
+    """The number of samples, if predictions lie with time and batch the other way round than their targets; or 0."""
+    leaf, entries = step.leaves[source], _picked(step, source, moving)
+    if entries is None:
+        return 0
+    count = len(entries)
+    for dim in range(min(leaf.dim(), 2)):
+        samples, inner = leaf.shape[dim], leaf[0, 0].numel()
+        if leaf.shape.count(samples) > 1 or samples < _LEAST_PLACES or count < 2 * samples * inner or count % samples:
+            continue
+        rows = torch.arange(count, device=entries.device)
+        own = entries // (inner * (leaf.shape[1] if dim == 0 else 1)) % samples
+        orders = rows // (count // samples), rows // inner % samples
+        others = [one for one in orders if not torch.equal(one, own)]
+        if len(others) == 1 and any(_lie_so(step, made, given, own, others[0]) for given in _with(step, made, samples)):
+            return int(samples)
+    return 0
+
+
+def _with(step: Step, made: Slot, samples: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Inputs of what is predicted with one dim of so many samples, and that dim."""
+    for slot in sorted(step.made_of(made) & step.inputs):
+        leaf = step.leaves[slot]
+        if leaf.shape.count(samples) == 1 and samples in leaf.shape[:2]:
+            yield leaf, leaf.shape.index(samples)
+
+
+def _lie_so(
+    step: Step, made: Slot, given: tuple[torch.Tensor, int], own: torch.Tensor, other: torch.Tensor
+) -> bool:  # fmt: skip
+    """Whether predictions of samples lie in the other of two orders, and some of them out of their own."""
+    leaf, dim = given
+    samples, out = leaf.shape[dim], False
+    others = leaf.detach().roll(1, dim) if not leaf.is_floating_point() else leaf.detach() + 1 + leaf.detach().abs()
+    for sample in sorted({0, 1, samples // 2, samples - 1}):
+        changed = leaf.detach().clone()
+        changed.select(dim, sample).copy_(others.select(dim, sample))
+        run = replayed(step.tape, step.loss, lambda one, changed=changed: changed if one is leaf else one)
+        moved = _moved(step.values[made].detach(), run.values[made].detach(), len(own))
+        if moved is None or not bool(moved.any()) or bool((other[moved] != sample).any()):
+            return False
+        out |= bool((own[moved] != sample).any())
+    return out
 
 
 @asks("order ignored", of_rows=False)

@@ -220,3 +220,42 @@ def _pull(slope: torch.Tensor, anchor: torch.Tensor, shape: torch.Size) -> int:
     if not len(cosines) or float(cosines.abs().min()) < _PARALLEL:
         return 0
     return 1 if bool((cosines < 0).all()) else -1 if bool((cosines > 0).all()) else 0
+
+
+_TURNED = frozenset({"T", "mT", "t", "transpose", "contiguous", "permute"})
+_SCORING = frozenset({"softmax", "log_softmax", "logsumexp", "exp", "cross_entropy"})
+_UNIT = 1e-3
+
+
+@asks("unit columns", of_rows=False)
+def unit_columns(step: Step) -> Iterator[Probed]:
+    """Whether rows are compared by products, for a softmax, after each column was brought to length 1 over all rows.
+
+    As by ``normalize(z, dim=0)``, which is right where columns are compared, in a matrix with a place for each.
+    """
+    makers = {slot: one for one in step.operations for slot in one.outs if slot not in one.given}
+    for operation in step.used("matmul", "mm"):
+        if len(operation.given) != 2 or step.values[operation.outs[0]].dim() != 2:
+            continue
+        cuts = [_unit_over(step, makers, slot, side) for side, slot in enumerate(operation.given)]
+        if not all(cuts) or not step.values[operation.outs[0]].requires_grad:
+            continue
+        behind = step.made_with(operation.outs[0])
+        if any(behind & set(one.given) for one in step.used(*_SCORING)):
+            rows, columns = step.values[operation.given[0]].shape
+            yield said(cuts[0], op=cuts[0].kind if cuts[0] else "", rows=rows, columns=columns)
+
+
+def _unit_over(step: Step, makers: dict[Slot, Operation], slot: Slot, side: int) -> Operation | None:
+    """What made the length of columns 1, where a product sums over these; ``side`` is 1 for what is on its right."""
+    given = step.values[slot].detach().double()
+    one = makers.get(slot)
+    while one is not None and one.kind in _TURNED and one.given:
+        one = makers.get(one.given[0])
+    if one is None or given.dim() != 2 or one.kind not in ("normalize", "div"):
+        return None
+    rows = given.t() if side else given
+    if min(rows.shape) < _LEAST_PAIRS or not step.made_of(slot) & step.inputs:
+        return None
+    by_column, by_row = ((rows.norm(dim=dim) - 1).abs().max() for dim in (0, 1))
+    return one if float(by_column) < _UNIT and float(by_row) > _UNIT else None

@@ -75,6 +75,7 @@ def fresh(module: nn.Module) -> nn.Module:
     return other
 
 
+_LEAST_LENGTH, _LEAST_TEXTS, _LEAST_WORDS, _RARE, _MOST_COUNTED = 12, 1000, 16, 0.02, 1 << 26
 _LEAST = 240
 _REPEATED = 0.05  # of the samples that came again, at least
 _NEIGHBOURS, _MOST_COMPARED = 7, 1500  # samples
@@ -87,8 +88,10 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     """Whether labels of classes, or targets of a distance, are related to what the model is given.
 
     Where neighbours and a straight line know nothing of them, a fresh copy is fitted to two thirds of the samples.
+    Of texts it has to be many, and a line through the counts of their words that knows nothing.
     """
-    batches = _of_rows(kept.batches.get(root, ()))
+    texts = _texts(kept, root, until)
+    batches = texts or _of_rows(kept.batches.get(root, ()))
     _, name, given = batches[-1]
     inputs, targets = torch.cat([one for one, *_ in batches]), torch.cat([one["target"] for *_, one in batches])
     counted = _counted(targets, name).to(inputs.device)
@@ -102,12 +105,14 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
         is_related = _related(*(_thinned(one.reshape(len(once), -1)).double() for one in (inputs, targets)))
     else:
         seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
-        is_related = _agree(inputs, labels) or _correlated(inputs, labels, count)
+        of = _counts_of_words(inputs) if texts else inputs
+        is_related = (not texts and _agree(of, labels)) or _correlated(of, labels, count)
     if is_related:
         return told("labels", root=root, answer="no", **seen)
     if module is None:
         raise Unknown("the model is gone")
     order, size = _order(len(once), 3), max(min(_MOST_ROWS, len(once) // _FEWEST_PARTS), 1)
+    size = len(given["target"]) if texts else size  # a model of texts may take batches of one size only
     options = {key: given[key] for key in _SHAPING if key in given}  # weights of classes are in no guess
     parts = [
         (inputs[part], name, options | {"target": targets[part], "shape": (size, *given["shape"][1:])})
@@ -120,6 +125,45 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     by_chance = max(_LITTLE * guess, 0.0 if is_mask else _chance(labels, guess) / held_out**0.5)
     answer = "yes" if best >= guess - by_chance else "no"
     return told("labels", root=root, answer=answer, **seen, guess=guess, held_out=best)
+
+
+def _texts(kept: Kept, root: int, until: float) -> list[Batch]:
+    """Batches of texts with a class for each, more than are kept where they can be read; empty where there are none."""
+    known = [
+        one for one in kept.batches.get(root, ())
+        if one[0].dtype == torch.int64 and one[0].dim() == 2 and one[0].shape[1] >= _LEAST_LENGTH
+        and len(one[2]["target"]) == len(one[0]) and _is_of_classes(one)
+    ]  # fmt: skip
+    found = (_read(kept, known[-1], until) or known) if known else []
+    found = [one for one in found if one[0].shape == found[-1][0].shape]
+    return found if sum(len(first) for first, *_ in found) >= _LEAST_TEXTS else []
+
+
+def _counts_of_words(texts: torch.Tensor) -> torch.Tensor:
+    """How often each word that is neither rare nor nearly everywhere comes in each text.
+
+    Of few words their order may be what counts, and so it may of two texts in one, with something between them.
+    """
+    words, numbers = texts.unique(return_inverse=True)
+    if len(texts) * len(words) > _MOST_COUNTED:
+        raise Unknown("there are too many words to be counted")
+    counts = torch.zeros(len(texts), len(words), device=texts.device)
+    counts.scatter_add_(1, numbers, torch.ones_like(numbers, dtype=counts.dtype))
+    shares = (counts > 0).double().mean(0)
+    usual = (shares > _RARE) & (shares < 1 - _RARE)
+    if int(usual.sum()) < _LEAST_WORDS or _are_pairs(texts, words[(counts == 1).all(0)]):
+        raise Unknown("the order of so few words, or how one text goes with another, may be what is to be learned")
+    return counts[:, usual]
+
+
+def _are_pairs(texts: torch.Tensor, once: torch.Tensor) -> bool:
+    """Whether a word that comes once in each text is at several places, and not always the last before the filling."""
+    for word in once:
+        place = (texts == word).long().argmax(1)
+        behind = texts.gather(1, (place + 1).clamp(max=texts.shape[1] - 1)[:, None])
+        if bool((place != place[0]).any()) and len(behind.unique()) > 2:
+            return True
+    return False
 
 
 def _thinned(rows: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -93,17 +93,28 @@ class Operations(TorchFunctionMode):
 
 
 class _Scores(TorchFunctionMode):
-    """Keeps what the losses of a model compare, which stands for what it gives where that is a loss."""
+    """Keeps what the losses of a model compare, which stands for what it gives where that is a loss.
 
-    def __init__(self) -> None:
+    Of each call it is the side that parameters make, as where a distance is given the target first: those have to be
+    found with gradients on, and without a list of them they are.
+    """
+
+    def __init__(self, sides: Sequence[int] | None = None) -> None:
         super().__init__()
         self.seen: list[torch.Tensor] = []
+        self.sides: list[int] = [*(sides or ())]
+        self._finds = sides is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
-        if getattr(func, "__name__", "") in LOSSES and isinstance(first, torch.Tensor) and first.dim():
-            self.seen.append(first)
+        both = (*args[:2], *(kwargs[one] for one in ("input", "target") if one in kwargs))[:2]
+        of_tensors = bool(both) and all(isinstance(one, torch.Tensor) for one in both)
+        if getattr(func, "__name__", "") in LOSSES and of_tensors and both[0].dim():
+            if self._finds:
+                is_turned = len(both) == 2 and both[1].requires_grad and not both[0].requires_grad
+                self.sides.append(int(is_turned))
+            place = len(self.seen)
+            self.seen.append(both[self.sides[place] if place < len(self.sides) else 0])
         return func(*args, **kwargs)
 
 
@@ -173,6 +184,7 @@ class Trial:
         self._parameters = list({id(p): p for p in self.module.parameters()}.values())
         self._random = RandomState({p.device for p in self._parameters})
         self._gives_loss = False
+        self._sides: list[int] = []
 
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
         """What the copy gives, or its scores where that is a loss; buffers and attributes are as before afterwards."""
@@ -190,7 +202,7 @@ class Trial:
 
     def _run(self, given: Inputs, watch: Any) -> Any:
         with ExitStack() as stack:
-            scores = stack.enter_context(_Scores()) if self._gives_loss else None
+            scores = stack.enter_context(_Scores(self._sides)) if self._gives_loss else None
             if watch is not None:
                 stack.enter_context(self.running.attached())
                 stack.enter_context(watch)
@@ -199,6 +211,10 @@ class Trial:
             return scores.seen
         if not self._gives_loss and (made := tensors(result)) and not any(one.dim() for one in made):
             self._gives_loss = True
+            self._random.restore()
+            with torch.enable_grad(), _Scores() as found:
+                self.module(*given.args, **given.kwargs)
+            self._sides = found.sides
             self._random.restore()
             return self._run(given, None)
         return result

@@ -6,6 +6,7 @@ from anybatch.doctor.rules.registry import RUNS_AWAY, Found, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import NO_SPREAD, constant_since, latest, outputs
 from anybatch.doctor.views.naming import first_call, root_variable
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
@@ -37,6 +38,8 @@ _LEAKS = {
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in run.answers("batch"):
+        if probed.evidence.get("square") and outcome(run).word != "not learning":
+            continue  # a loader may put the time first
         where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
         fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
         yield Found(
@@ -54,7 +57,7 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     """Whether dim 0 is no batch: time comes first, a graph with its edges, or one output for all rows."""
     root = probed.root
     modules = run.roots[root].modules if root in run.roots else ()
-    if probed.evidence.get("dim") == 1:
+    if probed.evidence.get("dim") == 1 or probed.evidence.get("square"):
         return False
     if not probed.evidence.get("row_is_sample") and any(
         one.options.get("batch_first") is False for one in modules if one.kind in ("recurrent", "attention")
