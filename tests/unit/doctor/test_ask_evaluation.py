@@ -187,3 +187,24 @@ def test_a_net_that_trains_by_the_statistics_of_a_new_one_is_told(mode: bool, lo
             optimizer.step()
 
     assert answer(train, "statistics never made") == expected
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_one_picture_of_another_scale_in_evaluation_is_found(mode: bool) -> None:
+    """A picture may be far darker than the others are on average."""
+
+    def predicts(scale: float) -> str:
+        def train() -> None:
+            net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+            optimizer = torch.optim.Adam(net.parameters())
+            for _ in range(8):
+                optimizer.zero_grad()
+                F.cross_entropy(net(torch.rand(16, 1, 8, 8)), torch.randint(0, 3, (16,))).backward()
+                optimizer.step()
+            net.train(mode)
+            with torch.no_grad():
+                net(scale * torch.rand(1, 1, 8, 8))
+
+        return answer(train, "evaluated inputs")
+
+    assert [predicts(scale) for scale in (255.0, 1 / 255, 1.0, 0.1)] == ["yes", "yes", "", ""]

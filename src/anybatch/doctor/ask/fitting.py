@@ -42,7 +42,7 @@ _SECONDS_OF_ALL, _MORE = 5.0, 1.0
 _MOST_SUMMANDS = 4
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm")
 _MOST_LAYERS, _MOVED, _UNMOVED = 8, 1e-4, 1e-6  # the last ones, and parts of the loss
-_RATE = 3e-3
+_RATE, _LEAST_USUAL = 3e-3, 1e-5
 _RECURRENT, _SUMMING = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"}), frozenset({"add", "add_", "sub", "rsub"})
 _NOISE = frozenset({"randn", "randn_like", "rand", "rand_like", "normal_"})
 _ADDING, _MEANS = frozenset({"add", "add_"}), frozenset({"mean", "sum"})
@@ -226,8 +226,10 @@ def other_rate(step: Step) -> Iterator[Probed]:
     elsewhere = _elsewhere(step, other.start) if own.gain < _LESS * other.gain else {}
     knows_more = _MUCH_LEFT * abs(first) < elsewhere.get("final", 0.0) > 2 * elsewhere.get("unseen", math.inf)
     blames = own.gain < _LITTLE * other.gain and _MUCH * first < other.gain <= first  # a loss that has a floor
-    # Steps of other kinds are as long as the rate: fewer than the run made show nothing of it where the run learned.
-    is_long = own.steps >= min(_STEPS, len(rates)) or first - elsewhere.get("final", -math.inf) < _LITTLE * other.gain
+    # Steps of other kinds are as long as the rate: fewer than the run made show nothing of it, unless the run, too,
+    # stayed where it was at a rate below all that are usual.
+    stayed = first - elsewhere.get("final", -math.inf) < _LITTLE * other.gain and rate < _LEAST_USUAL
+    is_long = own.steps >= min(_STEPS, len(rates)) or stayed
     blames = blames and (best < 1 or kind is torch.optim.SGD or is_long)
     # Short steps make no loss worse than it was at first: the targets have moved since, as those that a net makes do.
     moved = best > 1 and elsewhere.get("final", 0.0) > 2 * abs(first)
