@@ -112,7 +112,8 @@ def _probabilities(
         since=call,
         step=at,
         module=module or None,
-        evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": sure, "made": made},
+        evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": sure, "made": made,
+                  "function": function},  # fmt: skip
         severity="error" if sure or function not in _SIGMOID_LOSSES else "warning",
     )
 
