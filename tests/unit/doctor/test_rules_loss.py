@@ -56,6 +56,16 @@ def test_double_activation_fires_on_ctc_of_probabilities_and_is_quiet_on_their_l
         fires(doctor.run, "LOSS_SIGN", "warning")
 
 
+def test_double_activation_names_no_softmax_where_there_is_none_and_tells_arguments_that_changed_places() -> None:
+    walk = Walk(nodes=9, kinds={"LogSoftmaxBackward0": 3})
+    given = call("kl_div", low=0.02, high=0.9, normalised=None)
+    run = Training(call=given, every=lambda step: [walk]).run()
+    assert "softmax;" not in fires(run, "DOUBLE_ACTIVATION", "error").message
+    assert "softmax;" in fires(Training(call=given).run(), "DOUBLE_ACTIVATION", "error").message
+    turned_round = Training(call=replace(given, target_requires_grad=True), every=lambda step: [walk]).run()
+    assert "changed places" in fires(turned_round, "DOUBLE_ACTIVATION", "error").message
+
+
 def test_double_activation_fires_on_what_the_graph_shows() -> None:
     training = walked(doubled=(("sigmoid", LOGITS),))
     training.call = call(LOGITS, low=0.1, high=0.9)
