@@ -3,12 +3,8 @@
 import dataclasses
 import math
 import string
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from anybatch.records.certificates import Reason
 
@@ -25,17 +21,6 @@ _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
     "step(batch)\n    {code} += 1  # here, once, and not in the loss",
 )
-
-
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error in one line, with the user's own line that it came of, where its traceback has one."""
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    first, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
 
 
 class Cause(NamedTuple):
@@ -83,7 +68,7 @@ CAUSES: dict[str, Cause] = {
     "not examined": Cause("not-examined", "Not examined: {what} ({text})."),
     "value": Cause(
         "value",
-        "The gradient is the whole batch's, but the value of the loss is {loss_error:.2g} off in micro-batches: it "
+        "The gradient is the whole batch's, but the value of the loss is {off} in micro-batches: it "
         "holds a term without gradient that does not add up over samples.",
     ),
     # a part that does not run
@@ -250,7 +235,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "time": Cause(
         "time",
-        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
+        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:off}. "
         "`chunk_loss` sees the steps of its chunk only. Hand on in the state what it needs of earlier ones, such as a "
         "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items. Chunks of "
         "{length} steps may be part of the loss: then this is as it should be.",
@@ -445,6 +430,17 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
+    "one size": Cause(
+        "state",
+        "Only micro-batches of {size} samples run, and give something else one after the other than in another order, "
+        "{error:off}: what the samples of one leave, such as a hidden state, goes on with those of the next. Give each "
+        "sample its own, as data.",
+        (
+            'batch["state"] = state  # a row for each sample; once, after the step: state = out.metrics["state"]',
+            'return loss, {{"state": new}}  # in the loss, which reads batch["state"]',
+            WHOLE,
+        ),
+    ),
     "shared state": Cause(
         "state",
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
@@ -512,18 +508,29 @@ CAUSES: dict[str, Cause] = {
             'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
         ),
     ),
+    "drawn together": Cause(
+        "not-additive",
+        "Samples meet others of the batch in the loss by random numbers of NumPy, Python or a generator of its own, as "
+        "by np.random.permutation, or it divides by a number of items that is drawn.",
+        (
+            WHOLE,
+            "batch = prepare(batch); step(batch)  # draw, and mix samples, before the batch is split",
+            "return anybatch.Mean(total, items)  # and not total / items, where items are drawn",
+        ),
+    ),
     "not held": Cause(
         "random",
-        "The model or the loss draws random numbers that can't be held for each sample, from numpy, from Python or "
-        "from a generator of its own, so a split can't be compared with the whole batch. Draw them when the batch is "
-        "made, or with torch.",
+        "Random numbers of NumPy, Python or a generator of the user's own can't be held for each sample, so a split "
+        "can't be compared with the whole batch. Draw them when the batch is made, or with torch.",
         ("batch['noise'] = torch.rand(len(batch['x']))  # before step(batch)",),
     ),
 }
 
 
-def how_far(error: float) -> str:
-    """How far one gradient or loss is off another, in words."""
+def how_far(error: float, apart: float = 0.0) -> str:
+    """How far one gradient or loss is off another, relative to it, or apart where it is 0 within rounding."""
+    if apart:
+        return f"{apart:.2g} off, where the whole batch's is 0"
     return f"{error:.2g} off" if math.isfinite(error) else "one is not finite"
 
 
@@ -571,12 +578,6 @@ def explained(error: float, explain: Callable[[], Reason]) -> Reason:
 
 
 _UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})
-
-
-def is_own(error: BaseException) -> bool:
-    """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])
 
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import cast
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import in_one_line, is_own, reason, unexplained
+from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
+from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.trial import Found, Trial
 from anybatch.errors import AnyBatchError
