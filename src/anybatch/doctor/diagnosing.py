@@ -116,7 +116,7 @@ def _cell(parameter: ParameterFacts, one: _Seen, optimized: bool) -> tuple[int, 
     if not one.sampled and not one.gradients and not moves:
         return (3, "frozen") if not parameter.requires_grad else (0, "")
     if flows and moves:
-        return 1, ""
+        return 1, "" if parameter.requires_grad else "frozen in a part of the run"
     if flows:
         return 2, "in no optimizer" if not optimized else "the optimizer does not change it"
     if moves:

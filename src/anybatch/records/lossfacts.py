@@ -90,6 +90,8 @@ class LossCall(Placed):
     target_std: float | None = None  # their standard deviation
     target_low: float | None = None  # the smallest target
     target_high: float | None = None  # the largest target
+    # of kl_div, whether the targets are probabilities, not negative with sum 1 in each row; ``None`` if not examined
+    target_normalised: bool | None = None
     # how many places along the last dim the targets are ahead of the integer input of the root: 0 for the same tokens,
     # 1 for the next token, 2 for the one after it; a shift of the predictions is taken into account; ``None`` if no
     # shift matches or it was not examined

@@ -165,3 +165,26 @@ rows @ torch.zeros(2, 30000)  # CRASH
     assert crashed.name == "SHAPE_MISMATCH"
     assert not crashed.proof, crashed
     assert "rows" in crashed.fix
+
+
+TRAINED = """
+net = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range({steps}):
+    opt.zero_grad()
+    net(torch.randn(16, 20)).square().mean().backward()
+    opt.step()
+rows = torch.randn(16, 19)
+net(rows)  # CRASH
+"""
+
+
+def test_a_layer_that_took_other_inputs_in_the_steps_before_is_not_made_anew(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, TRAINED.format(steps=5), recorded=True)
+    assert crashed.name == "SHAPE_MISMATCH"
+    assert crashed.message.startswith("In 5 steps before, this layer took [16, 20]")
+    assert "Linear(19" not in crashed.fix
+    assert not crashed.proof
+    assert "[16, 20]" in crashed.fix
+    never, _ = crash(tmp_path, TRAINED.format(steps=0), recorded=True)
+    assert "Linear(19, 8)" in never.fix

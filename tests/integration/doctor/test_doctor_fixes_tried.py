@@ -1,16 +1,18 @@
 """Fixes made as edits and tried: the patch is the change that is asked for, and the script is clean with it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from anybatch.doctor.fixes.scene import MAKERS, Maker, Scene
+from anybatch.doctor.fixes.scene import MAKERS, Maker, Scene, edits
 from anybatch.doctor.fixes.source import Edit, UserSource
-from anybatch.doctor.fixes.trying import Tried, steps_for, tried, worse
+from anybatch.doctor.fixes.trying import Tried, shown, steps_for, tried, worse
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Backward, Ended, Stepped
 from anybatch.records.findings import Finding, Place
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
 from anybatch.records.tables import OptimizerFacts
 from fix_running import fixed, trial
@@ -134,6 +136,65 @@ REASONS: dict[str, tuple[Tried, str]] = {
 def test_an_edit_is_judged_by_its_outcome(case: str) -> None:
     after, reason = REASONS[case]
     assert worse(WITHOUT.diagnosis.findings[0], WITHOUT, after) == reason
+
+
+def _called(tried_: Tried, *values: float, function: str = "nll_loss") -> Tried:
+    """The same with the values of a loss function."""
+    calls = [LossCall(function=function, value=value, at=3, step=1) for value in values]
+    return replace(tried_, run=Run([*tried_.run.facts[:3], *calls, *tried_.run.facts[3:]]))
+
+
+def test_an_edit_with_which_the_loss_leaves_its_bound_is_no_good() -> None:
+    finding = Finding("It is.", name="A", code="AB601")
+    before, after = _called(WITHOUT, -0.2, -0.3), _called(_run(0.03, -0.6), -0.01, -0.6)
+    assert worse(finding, before, after) == "nll_loss is below its bound with it"
+    assert worse(Finding("It is.", name="A", code="AB501"), before, after) != "nll_loss is below its bound with it"
+    assert worse(finding, WITHOUT, after) == "nll_loss is below its bound with it"
+
+
+def test_a_loss_that_was_below_its_bound_is_nothing_to_fall_as_far_as() -> None:
+    before, after = _called(_run(-0.2, -0.9, names=("A",)), -0.2, -0.9), _called(_run(1.4, 1.2), 1.4, 1.2)
+    assert worse(Finding("It is.", name="A", code="AB601"), before, after) == ""
+
+
+def test_a_loss_that_becomes_another_quantity_and_falls_below_0_is_no_good() -> None:
+    finding = Finding("It is.", name="A")
+    assert "another quantity" in worse(finding, WITHOUT, _run(0.03, -0.6))
+    assert worse(finding, WITHOUT, _run(2.3, -0.6)) == ""
+    assert "which is another quantity" in shown(finding, WITHOUT, _run(0.6, 0.2))
+    assert "which is another quantity" not in shown(finding, WITHOUT, _run(2.3, 0.2))
+
+
+def test_what_was_a_note_before_does_not_count_against_an_edit() -> None:
+    noted = Tried(Diagnosis((*WITHOUT.diagnosis.findings, Finding("It is.", severity="info", name="B"))), WITHOUT.run)
+    assert worse(WITHOUT.diagnosis.findings[0], noted, _run(2.3, 1.0, names=("B",))) == ""
+    follows = Finding("It is.", severity="warning", name="C", consequence_of="B")
+    after = Tried(Diagnosis((follows,), verdict="learning"), _run(2.3, 1.0).run)
+    assert worse(WITHOUT.diagnosis.findings[0], noted, after) == ""
+
+
+LOGARITHMS = {
+    "a method": ("loss = F.nll_loss(net(x).softmax(-1), y)\n", "loss = F.nll_loss(net(x).log_softmax(-1), y)\n"),
+    "a function": ("loss = F.kl_div(F.softmax(s, 1), q)\n", "loss = F.kl_div(F.log_softmax(s, 1), q)\n"),
+    "a name": ("loss = F.kl_div(softmax(s, 1), q)\n", "loss = F.kl_div(softmax(s, 1).log(), q)\n"),
+    "an attribute": ("loss = F.kl_div(self.softmax(s), q)\n", "loss = F.kl_div(self.softmax(s).log(), q)\n"),
+    "a module": (
+        "loss = F.nll_loss(net(x), y)\nnet = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))\n",
+        "loss = F.nll_loss(net(x), y)\nnet = nn.Sequential(nn.Linear(2, 2), nn.LogSoftmax(-1))\n",
+    ),
+    "a loss with a softmax of its own": (
+        "loss = F.cross_entropy(net(x).softmax(-1), y)\n",
+        "loss = F.cross_entropy(net(x), y)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOGARITHMS)
+def test_a_loss_of_logarithms_gets_these_and_no_raw_scores(case: str) -> None:
+    before, after = LOGARITHMS[case]
+    function = before.split("F.")[1].split("(")[0]
+    finding = Finding("It is.", Place(file="t.py", line=1), name="DOUBLE_ACTIVATION", evidence={"function": function})
+    assert [one.after for one in edits(finding, Run([]), lambda path: UserSource("t.py", before))][:1] == [after]
 
 
 def test_a_loss_that_falls_less_far_is_worse_but_where_a_fault_made_it_easy() -> None:

@@ -237,6 +237,20 @@ def test_tables_that_begin_too_large_are_told(std: float, expected: str) -> None
     assert answer(lambda: train(net, step), "start") == expected
 
 
+@pytest.mark.parametrize(("std", "expected"), [(1.0, "yes"), (0.05, "no")])
+def test_a_tied_table_that_begins_too_large_is_told_where_few_of_its_classes_are_targets(
+    std: float, expected: str
+) -> None:
+    table = nn.Embedding(300, 64)
+    nn.init.normal_(table.weight, std=std)
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, 6, (512,))
+        return F.cross_entropy(F.layer_norm(table(tokens), (64,)) @ table.weight.T, (tokens + 1) % 6)
+
+    assert answer(lambda: train(table, step), "start") == expected
+
+
 @pytest.mark.parametrize(("std", "scale", "expected"), [(3.0, 1.0, "yes"), (0.1, 1.0, "no"), (0.1, 200.0, "no")])
 def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: float, scale: float, expected: str) -> None:
     torch.manual_seed(0)

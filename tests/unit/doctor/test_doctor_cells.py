@@ -26,6 +26,7 @@ def one(grad: float | None, update: float, optimized: bool = True, **values: obj
     ("seen", "cell", "why"),
     [
         (one(0.1, 0.2), 1, ""),
+        (one(0.1, 0.2, requires_grad=False), 1, "frozen in a part of the run"),
         (one(0.1, 0.0, optimized=False), 2, "in no optimizer"),
         (one(0.1, 0.0), 2, "the optimizer does not change it"),
         (one(None, 0.0), 3, "no gradient arrives"),

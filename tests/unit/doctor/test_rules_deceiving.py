@@ -14,7 +14,7 @@ from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.printing import numbers_in
 from anybatch.doctor.views.outcomes import Outcome, outcome
-from anybatch.records.lossfacts import Evaluated, Printed
+from anybatch.records.lossfacts import Evaluated, Printed, Probed
 from anybatch.records.runs import Run
 from number_runs import fires, silent
 from test_doctor_ask import TRAINING, nothing_was_compiled, unasked
@@ -371,6 +371,15 @@ def bootstrapped(copied: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_small_loss_on_what_a_target_net_says_shows_nothing() -> None:
     found = outcome(with_a_copy(bootstrapped))
+    assert (found.word, "a copy of the model makes the targets" in found.said) == ("undecided", True)
+
+
+def test_nor_does_it_that_an_older_copy_made_targets_that_fit_other_rows_as_well() -> None:
+    run = with_a_copy(bootstrapped)
+    (own,) = run.optimizers
+    seen = {"optimizer": own, "rows": 32, "loss": 0.7, "others": 0.7, "alike": False}
+    asked = [one for one in run.facts if not (isinstance(one, Probed) and one.probe == "related")]
+    found = outcome(Run([*asked, Probed(probe="related", root=-1, answer="no", evidence=seen)]))
     assert (found.word, "a copy of the model makes the targets" in found.said) == ("undecided", True)
 
 

@@ -1,10 +1,12 @@
 """Rules of the family loss fire on their fault and are quiet on what only looks like it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from anybatch import Doctor
 from anybatch.records.events import Stepped
@@ -52,6 +54,16 @@ def test_double_activation_fires_on_ctc_of_probabilities_and_is_quiet_on_their_l
     else:
         assert "log_softmax" in fires(doctor.run, "DOUBLE_ACTIVATION", "error").fix
         fires(doctor.run, "LOSS_SIGN", "warning")
+
+
+def test_double_activation_names_no_softmax_where_there_is_none_and_tells_arguments_that_changed_places() -> None:
+    walk = Walk(nodes=9, kinds={"LogSoftmaxBackward0": 3})
+    given = call("kl_div", low=0.02, high=0.9, normalised=None)
+    run = Training(call=given, every=lambda step: [walk]).run()
+    assert "softmax;" not in fires(run, "DOUBLE_ACTIVATION", "error").message
+    assert "softmax;" in fires(Training(call=given).run(), "DOUBLE_ACTIVATION", "error").message
+    turned_round = Training(call=replace(given, target_requires_grad=True), every=lambda step: [walk]).run()
+    assert "changed places" in fires(turned_round, "DOUBLE_ACTIVATION", "error").message
 
 
 def test_double_activation_fires_on_what_the_graph_shows() -> None:
@@ -326,6 +338,46 @@ def test_loss_sign_fires_on_raw_scores_with_weights_of_classes_and_not_on_weight
     masks = call(LOGITS, value=-0.4, target_mean=30.0, weighted=True)
     assert "outside 0 and 1" in fires(Training(call=masks).run(), "LOSS_SIGN", "warning").message
     silent(Training(call=call(LOGITS, value=-0.4, target_mean=0.5, weighted=True)).run(), "LOSS_SIGN")
+
+
+@pytest.mark.parametrize(
+    ("told", "given"),
+    [
+        ({"low": -3.0, "high": 4.0}, "raw scores"),
+        ({"low": 0.1, "high": 0.9}, "probabilities"),
+        ({"low": -9.0, "high": -0.1}, "sums to more than 1"),
+    ],
+)
+def test_loss_sign_fires_on_a_divergence_below_0(told: dict[str, float], given: str) -> None:
+    wrong = call("kl_div", value=-0.4, reduction="batchmean", target_normalised=True, **told)
+    assert given in fires(Training(call=wrong).run(), "LOSS_SIGN", "warning").message
+
+
+def test_loss_sign_is_quiet_on_a_divergence_from_what_is_no_distribution_and_on_rounding() -> None:
+    silent(Training(call=call("kl_div", value=-0.4, reduction="batchmean", target_normalised=False)).run(), "LOSS_SIGN")
+    silent(Training(call=call("kl_div", value=-0.4, reduction="batchmean")).run(), "LOSS_SIGN")
+    near = call("kl_div", value=-0.04, reduction="batchmean", target_normalised=True)
+    silent(Training(call=near).run(), "LOSS_SIGN")
+    silent(Training(call=replace(near, value=-0.4, reduction="sum")).run(), "LOSS_SIGN")  # of 32 rows
+    fires(Training(call=replace(near, reduction="mean")).run(), "LOSS_SIGN", "warning")  # of 320 entries
+
+
+@pytest.mark.parametrize("scores", ["raw", "log"])
+def test_loss_sign_fires_on_a_divergence_of_raw_scores_and_is_quiet_on_one_of_logarithms(scores: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 5)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    with Doctor() as doctor:
+        for _ in range(12):
+            x = torch.randn(16, 6)
+            given = net(x) if scores == "raw" else net(x).log_softmax(-1)
+            sgd.zero_grad()
+            F.kl_div(given, (3 * x[:, :5]).softmax(-1), reduction="batchmean").backward()
+            sgd.step()
+    if scores == "raw":
+        assert "raw scores" in fires(doctor.run, "LOSS_SIGN", "warning").message
+    else:
+        silent(doctor.run, "LOSS_SIGN")
 
 
 @pytest.mark.parametrize(("depth", "fires_too"), [(-1e14, True), (-1e5, False)])

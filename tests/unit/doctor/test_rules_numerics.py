@@ -165,6 +165,11 @@ def test_nan_in_forward_fires_with_the_operation_and_its_repair() -> None:
     assert "clamp_min" in one.fix
 
 
+def test_nan_in_forward_fires_without_the_name_of_an_operation_that_is_not_known() -> None:
+    assert "op" not in fires(bad(op="").run(), "NAN_IN_FORWARD", "error").evidence
+    assert fires(bad().run(), "NAN_IN_FORWARD", "error").evidence["op"] == "LogBackward0"
+
+
 def test_nan_in_forward_fires_where_only_the_loss_is_known() -> None:
     run = Training(loss=lambda step: 2.0 if step < 5 else math.nan).run()
     assert "nan" in fires(run, "NAN_IN_FORWARD", "error").message

@@ -332,6 +332,19 @@ def test_sched_too_often_fires_where_an_epoch_ends_the_schedule() -> None:
     assert one.fix.startswith("schedule.step()")
 
 
+def test_sched_too_often_fires_where_a_trainer_steps_and_tells_what_it_is_given() -> None:
+    """The line that has the data loaded steps the optimizer and the schedule, too."""
+    made = Training(
+        lr=lambda step: 0.1 ** (3 + step // 3), loss=lambda step: 2.3, scheduler=STEP_LR, before=(LOADER,)
+    ).run()
+    inside = [
+        dataclasses.replace(one, file="train.py", line=7) if isinstance(one, Epoch | Stepped | Scheduled) else one
+        for one in made.facts
+    ]
+    one = fires(Run(inside), "SCHED_TOO_OFTEN", "warning")
+    assert one.fix.startswith('"interval": "epoch" beside schedule')
+
+
 def test_sched_too_often_fires_where_a_cosine_swings() -> None:
     cosine = SchedulerFacts(
         scheduler=0, variable="schedule", cls="CosineAnnealingLR", optimizer=0, options={"T_max": 5}

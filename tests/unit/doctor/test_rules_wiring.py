@@ -322,6 +322,32 @@ def test_freeze_too_much_is_quiet_while_it_learns_and_where_weights_were_loaded(
     assert not findings(only_norms([2.3] * 8), "FREEZE_TOO_MUCH")
 
 
+def all_frozen(*, thawed: bool = False, with_grad: int = 0) -> RunBuilder:
+    built = RunBuilder()
+    built.model(("body.weight", "head.weight"))
+    for number in (0, 1):
+        built.parameter(number, built.parameters[number].name, root=0, requires_grad=thawed and number == 1)
+    built.optimizer((0, 1))
+    for _ in range(6):
+        built.clear()
+        built.forward()
+        built.backward((1,) if thawed else (), value=2.3)
+        built.step(with_grad=with_grad)
+    return built
+
+
+def test_freeze_too_much_fires_where_all_is_frozen_and_no_error_tells_it() -> None:
+    (one,) = findings(all_frozen(), "FREEZE_TOO_MUCH")
+    assert one.severity == "error"
+    assert "All 2 parameters" in one.message
+    assert set(one.place.parameters) == {"body.weight", "head.weight"}
+
+
+def test_freeze_too_much_is_quiet_where_a_part_is_trained_or_gradients_are_set_by_hand() -> None:
+    assert not findings(all_frozen(thawed=True), "FREEZE_TOO_MUCH")
+    assert not findings(all_frozen(with_grad=2), "FREEZE_TOO_MUCH")
+
+
 def flagged(*, frozen: bool) -> RunBuilder:
     built = RunBuilder()
     modules = (

@@ -403,8 +403,12 @@ def too_large(step: Step) -> Iterator[Probed]:
 
 
 def _guess(call: LossCall) -> float | None:
-    is_of_classes = call.function == "cross_entropy" and call.classes > 1
-    return call.guess or (math.log(call.classes) if is_of_classes else None)
+    """What a model that knows nothing has at the start: of classes no less than all of them alike have.
+
+    That some are frequent, and others never a target, it has to learn.
+    """
+    alike = math.log(call.classes) if call.function == "cross_entropy" and call.classes > 1 else 0.0
+    return max(call.guess or 0.0, alike) or None
 
 
 def _with_smaller(step: Step, held: Mapping[Slot, torch.Tensor], some: list[Slot]) -> dict[Slot, torch.Tensor]:

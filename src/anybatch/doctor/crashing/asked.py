@@ -10,10 +10,11 @@ import torch
 from anybatch.doctor.crashes import dtype, first_line, quoted, shape
 from anybatch.doctor.crashing.calls import Call, Operand, failing_calls, tensors_of
 from anybatch.doctor.crashing.live import Live
-from anybatch.doctor.crashing.repairs import Repair, working_repairs
+from anybatch.doctor.crashing.repairs import SIZES, Repair, working_repairs
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
 from anybatch.doctor.graphs import leaf_of, nodes_behind
 from anybatch.records.events import Crashed
+from anybatch.records.samples import Activations
 
 _NAMES = (
     ("NON_LEAF_OPTIMIZED", r"can't optimize a non-leaf"),
@@ -60,6 +61,9 @@ def told_by_call(live: Live) -> Crashed | None:
     shown = calls[-1]
     said, fix = _moved(live, shown) if hint == "DEVICE_MISMATCH" else ("", "")
     found = [] if fix else _that_work(live, calls, hint)
+    if before := [taken_before(live, call.subject) for call, repair in found if _is_of_size(repair)]:
+        found = [each for each in found if before[0] is None or not _is_of_size(each[1])]
+        said, fix = _as_before(live, shown, before[0]) if before[0] is not None else (said, fix)
     kinds = {"dtype": "DTYPE_MISMATCH", "shape": "SHAPE_MISMATCH", "layer": "SHAPE_MISMATCH"}
     name = hint or (kinds.get(found[0][1].kind, "TENSOR_MISUSED") if found else "")
     if not name:
@@ -84,6 +88,33 @@ def told_by_call(live: Live) -> Crashed | None:
         parameters=tuple(filter(None, map(live.parameter_name, [*(one.value for one in tensors), *own]))),
         tensor=", ".join(described(live, one, name).replace("`", "") for one in tensors),
     )  # fmt: skip
+
+
+def _is_of_size(repair: Repair) -> bool:
+    """Whether it makes a layer for an input of another size."""
+    return repair.kind == "layer" and repair.option[0] in SIZES and repair.option[0] != "num_embeddings"
+
+
+def taken_before(live: Live, module: Any) -> tuple[int, ...] | None:
+    """The shape of the input that a layer has last taken in the run; ``None`` where it was not seen to take any."""
+    numbering, run = getattr(live.doctor, "numbering", None), getattr(live.doctor, "run", None)
+    if numbering is None or not isinstance(module, torch.nn.Module):
+        return None
+    root = numbering.root_of(module)
+    if root is None or run is None or not run.steps:
+        return None
+    name = numbering.models[root].names.get(id(module), "")
+    samples = [one for each in run.of(Activations) if each.root == root for one in each.modules]
+    return next((one.input_shape for one in reversed(samples) if one.module == name and one.input_shape), None)
+
+
+def _as_before(live: Live, call: Call, before: tuple[int, ...]) -> tuple[str, str]:
+    """That a layer has taken another input in all steps, so that this one is what differs."""
+    given = next((one for one in call.operands if isinstance(one.value, torch.Tensor)), None)
+    text = "its input" if given is None else given.text or live.label(given.value, "its input")
+    steps = live.doctor.run.steps
+    said = f"In {steps} step{'s' if steps != 1 else ''} before, this layer took {list(before)}: this is another input. "
+    return said, f"Give it an input like the {list(before)} of the steps before: look where {text} comes from"
 
 
 def _in_line(live: Live, hint: str) -> Crashed | None:

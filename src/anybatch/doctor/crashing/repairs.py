@@ -17,7 +17,7 @@ from anybatch.doctor.crashing.calls import ELEMENTWISE, Call, Operand, copied, o
 
 _SECONDS = 5.0
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_SIZES = (
+SIZES = (
     "in_features", "in_channels", "input_size", "num_channels", "num_features", "normalized_shape", "num_embeddings",
     "in1_features", "in2_features", "hidden_size", "embed_dim",
 )  # fmt: skip
@@ -287,7 +287,7 @@ def _layers(call: Call) -> Iterator[Candidate]:
     if isinstance(module, _TABLES):
         sizes = [int(one.max()) + 1 for one in given if one.numel() and not one.is_floating_point() and one.min() >= 0]
     changes: list[tuple[str, Any]] = []
-    for name in _SIZES if not isinstance(module, _TABLES) else ("num_embeddings",):
+    for name in SIZES if not isinstance(module, _TABLES) else ("num_embeddings",):
         before = getattr(module, name, None)
         if isinstance(before, int | tuple):
             changes += [(name, (size,) if isinstance(before, tuple) else size) for size in dict.fromkeys(sizes)]

@@ -221,19 +221,38 @@ def mean_of_the_loss(scene: Scene) -> Iterator[Edit]:
 
 
 _ACTIVATIONS = ("softmax", "Softmax", "sigmoid", "Sigmoid", "log_softmax", "LogSoftmax", "softmax2d", "Softmax2d")
+_OF_LOGARITHMS = ("nll_loss", "kl_div", "ctc_loss")
 _LIBRARIES = ("torch", "F", "nn", "functional")
 _INFINITE = ('-float("inf")', "-float('inf')", 'float("-inf")', "float('-inf')", "-torch.inf", "-math.inf", "-np.inf")
 
 
 @edits_of("DOUBLE_ACTIVATION")
 def raw_scores(scene: Scene) -> Iterator[Edit]:
-    """The activation before a loss that has its own goes: that in the line of the loss first, then the last ones."""
+    """The activation before a loss that has its own goes: that in the line of the loss first, then the last ones.
+
+    A loss that takes logarithms of probabilities gets these instead, as it has no softmax of its own.
+    """
     source = scene.source
     here = source.calls(scene.statement, *_ACTIVATIONS)
     module = scene.finding.place.module.rpartition(".")[2]
     used = [one for one in source.calls(source.tree, module) if module and len(one.args) == 1]
     rest = [one for one in reversed(source.calls(source.tree, *_ACTIVATIONS)) if one not in here]
-    yield from each(source, [*here, *used, *rest], lambda call: _without_activation(source, call))
+    if scene.finding.evidence.get("function") in _OF_LOGARITHMS:
+        yield from each(source, [*here, *rest, *used], lambda call: [_logarithm_of(source, call)])
+    else:
+        yield from each(source, [*here, *used, *rest], lambda call: _without_activation(source, call))
+
+
+def _logarithm_of(source: UserSource, call: ast.Call) -> Change:
+    """``x.softmax(1)`` becomes ``x.log_softmax(1)``, ``nn.Softmax(1)`` becomes ``nn.LogSoftmax(1)``."""
+    name, function = called(call), call.func
+    is_own = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
+    if name in ("softmax", "Softmax") and isinstance(function, ast.Attribute) and not is_own:
+        end = source.end(function)
+        return Change(end - len(name), end, "log_softmax" if name == "softmax" else "LogSoftmax")
+    if name in _ACTIVATIONS and name != "softmax":
+        raise UnclearEdit("the logarithm of the activation has no name here")
+    return source.behind(call, ".log()")
 
 
 def _without_activation(source: UserSource, call: ast.Call) -> list[Change]:

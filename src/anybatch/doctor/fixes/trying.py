@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from anybatch.doctor.fixes import graph, order, wiring
 from anybatch.doctor.fixes.scene import MAKERS, edits
 from anybatch.doctor.fixes.source import Edit, UserSource
+from anybatch.doctor.rules.bounds import out_of_bound
 from anybatch.doctor.rules.registry import all_rules
 from anybatch.doctor.views.courses import Course, course
 from anybatch.records.diagnoses import Diagnosis
@@ -23,6 +24,7 @@ _BEST_OF = frozenset({"LR_TOO_HIGH", "LR_TOO_LOW", "EXPLODING"})
 """Findings of which all edits are tried, since they are several sizes of the same one: the lowest loss decides."""
 _LONGER = 20  # steps past the one at which a finding was complete
 _SLACK = 0.1  # of the first loss: how much less far it may fall and still count as falling as far
+_OTHER = 0.25  # of a first loss: what differs by more, before any step, is another quantity
 _SLOWER = frozenset(
     {"EVAL_IN_TRAINING", "DROPOUT_NEVER_ON", "FROZEN_BN_DRIFT", "FREEZE_INEFFECTIVE", "LEAK_TO_OTHER_NET",
      "LOSS_TERM_CUT", "SOFTMAX_DIM", "TARGETS_CONSTANT", "ACCUM_NOT_DIVIDED", "ACCUM_FIRST_WINDOW", "CLIP_NO_EFFECT",
@@ -125,30 +127,38 @@ def worse(finding: Finding, before: Tried, after: Tried) -> str:
         return "the script fails with it"
     if _found(finding, after.diagnosis) >= _found(finding, before.diagnosis):
         return f"{finding.name} is still found"
-    known = {one.name for one in before.diagnosis.findings if one.severity != "info"}
-    new = [one.name for one in after.diagnosis.causes if one.name not in known]
+    below = out_of_bound(after.run)
+    if not finding.code.startswith("AB6"):  # else what was out of its bound should have come back into it
+        below -= out_of_bound(before.run)
+    if below:
+        return f"{min(below)} is below its bound with it"
+    known = {one.name for one in before.diagnosis.findings}  # notes, too, which may only now be worth a warning
+    new = [one.name for one in after.diagnosis.causes if not known & {one.name, one.consequence_of}]
     if new:
         return f"{new[0]} is found with it"
     if (after.diagnosis.verdict == "undecided" and after.run.steps == 0) or 2 * after.run.steps < before.run.steps:
         return f"only {after.run.steps} steps are done with it"
-    return _worse_loss(finding, course(before.run), course(after.run), crashed=before.code != 0)
+    says_nothing = before.code != 0 or bool(out_of_bound(before.run))
+    return _worse_loss(finding, course(before.run), course(after.run), says_nothing=says_nothing)
 
 
 def _found(finding: Finding, diagnosis: Diagnosis) -> int:
     return Counter(one.name for one in diagnosis.findings)[finding.name]
 
 
-def _worse_loss(finding: Finding, before: Course, after: Course, *, crashed: bool) -> str:
+def _worse_loss(finding: Finding, before: Course, after: Course, *, says_nothing: bool) -> str:
     if not after.values:
         return ""  # of a script whose losses were not seen, the findings tell
     if after.diverged or not after.finite:
         return "the loss is not finite with it"
-    if crashed or before.diverged or not before.finite:
+    if says_nothing or before.diverged or not before.finite:
         return (
             ""
             if _fall(after) > -_SLACK
             else f"the loss rises with it from {_number(after.first)} to {_number(after.last)}"
         )
+    if min(after.finite) < 0 <= min(before.finite) and _is_other(before, after):
+        return f"the loss is another quantity with it, and falls below 0, to {_number(after.last)}"
     if _fall(after) >= _fall(before) - _SLACK:
         return ""
     if finding.name in _SLOWER and after.last <= after.first * 1.05 + 2 * after.noise:
@@ -161,6 +171,12 @@ def _fall(values: Course) -> float:
     return (values.first - values.last) / max(abs(values.first), abs(values.last), 1e-12)
 
 
+def _is_other(before: Course, after: Course) -> bool:
+    """Whether an edit changes what the loss measures, or its scale, as it differs before anything is learned."""
+    first, other = before.first, after.first
+    return abs(first - other) > _OTHER * max(abs(first), abs(other)) + 2 * max(before.noise, after.noise)
+
+
 def shown(finding: Finding, before: Tried, after: Tried) -> str:
     """What a good trial has shown."""
     steps, was, now = after.run.steps, course(before.run), course(after.run)
@@ -169,7 +185,7 @@ def shown(finding: Finding, before: Tried, after: Tried) -> str:
     elif was.diverged or not was.finite:
         without = "without: it is not finite"
     else:
-        without = f"without: {_words(was)}"
+        without = f"without: {_words(was)}{', which is another quantity' * _is_other(was, now)}"
     if not now.finite:
         return f"tried: in {steps} steps {finding.name} is gone, and nothing else is found"
     return f"tried: the loss {_words(now)} in {steps} steps, and {finding.name} is gone ({without})"

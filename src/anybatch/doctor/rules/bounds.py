@@ -23,7 +23,9 @@ _NEVER_NEGATIVE = {
     "ctc_loss",
 }  # fmt: skip
 _OF_CLASSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_LEAST_DIVERGENCE = -0.05  # of a row: rounding, of log-probabilities in bfloat16 too, is nearer to 0
 _OF_LOGARITHMS = {
+    "kl_div": "F.kl_div(scores.log_softmax(-1), target, reduction='batchmean')",
     "nll_loss": "F.nll_loss(F.log_softmax(scores, dim=1), y)",
     "ctc_loss": "F.ctc_loss(F.log_softmax(scores, dim=2), targets, input_lengths, target_lengths)",
 }
@@ -123,16 +125,14 @@ _SIGNED = "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"
 
 
 def _negative(run: Run) -> Iterator[Found]:
-    for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
-        least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
-        is_bound = [not one.weighted or one.function == "nll_loss" or (one.target_mean or 0.0) > 1 for one in calls]
-        below = [one for one, is_so in zip(calls, is_bound, strict=True)
-                 if is_so and one.value is not None and one.value < least]  # fmt: skip
-        looked = next((one for one in reversed(below) if one.normalised is not None), below[-1] if below else None)
-        if len(below) < 2 or looked is None or not _is_wrong(run, looked):
+    for below in _below(run):
+        looked = next((one for one in reversed(below) if one.normalised is not None), below[-1])
+        if not _is_wrong(run, looked):
             continue
         call, given = below[0], ""
-        if call.function in _OF_LOGARITHMS:
+        if call.function == "kl_div":
+            given = f": {_instead_of_logarithms(below)}"
+        elif call.function in _OF_LOGARITHMS:
             given = f": it gets {'probabilities' if looked.normalised else 'raw scores'} instead of log-probabilities"
         elif call.function.startswith("binary"):
             given = ": it gets targets outside 0 and 1"
@@ -144,6 +144,45 @@ def _negative(run: Run) -> Iterator[Found]:
             step=below[1],
             evidence={"value": call.value, "calls": len(below), "target_mean": call.target_mean},
         )
+
+
+def out_of_bound(run: Run) -> frozenset[str]:
+    """The loss functions that give less than they can."""
+    return frozenset(below[0].function for below in _below(run))
+
+
+def _below(run: Run) -> Iterator[list[LossCall]]:
+    """The calls of each line that give less than their loss function can, where they are two at least."""
+    for calls in by_line(run, lambda one: one.function == "kl_div" or one.function in _NEVER_NEGATIVE).values():
+        least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
+        below = [one for one in calls if one.value is not None and one.value < least and _is_bound(one)]
+        if calls[0].function == "kl_div":
+            known = [one.target_normalised for one in calls if one.target_normalised is not None]
+            below = [one for one in below if all(known) and known and _of_a_row(one) < _LEAST_DIVERGENCE]
+        if len(below) >= 2:
+            yield below
+
+
+def _is_bound(call: LossCall) -> bool:
+    """Whether its weights can't be what makes it negative."""
+    return not call.weighted or call.function in ("nll_loss", "kl_div") or (call.target_mean or 0.0) > 1
+
+
+def _of_a_row(call: LossCall) -> float:
+    """The divergence of one row, on average."""
+    shape = call.input_shape or (1,)
+    times = {"sum": 1, "batchmean": shape[0]}.get(call.reduction, math.prod(shape))
+    return (call.value or 0.0) * times / max(math.prod(shape[:-1]), 1)
+
+
+def _instead_of_logarithms(calls: list[LossCall]) -> str:
+    """What a divergence is given in place of log-probabilities."""
+    looked = [one for one in calls if one.low is not None and one.high is not None]
+    if looked and all((one.low or 0.0) >= 0 and (one.high or 0.0) <= 1.001 for one in looked):
+        return "it gets probabilities instead of log-probabilities"
+    if any((one.high or 0.0) > 1e-3 for one in looked):
+        return "it gets raw scores instead of log-probabilities"
+    return "exp() of what it gets sums to more than 1 over the classes of the targets, which sum to 1"
 
 
 def _is_wrong(run: Run, call: LossCall) -> bool:

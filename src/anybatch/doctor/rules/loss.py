@@ -104,18 +104,35 @@ def _probabilities(
     low = min((one.low for one in looked if one.low is not None), default=0.0)
     high = max((one.high for one in looked if one.high is not None), default=1.0)
     takes = "their logarithms" if function in of_logarithms else f"raw scores: it applies a {made} itself"
+    made = made if sure or function not in of_logarithms or _has_softmax(run) else ""
+    given = f"probabilities ({f'{made}; ' if made else ''}from {low:.2g} to {high:.2g})"
+    changed_places = function == "kl_div" and call.target_requires_grad
+    if changed_places:
+        of_logarithms["kl_div"] = "F.kl_div(scores.log_softmax(-1), target, reduction='batchmean')"
     return Found(
-        text=f"{function} gets probabilities ({made}; from {low:.2g} to {high:.2g}) where it takes {takes}.",
+        text=f"{function} gets {given} first, and what the model makes as their target: the two have changed places."
+        if changed_places
+        else f"{function} gets {given} where it takes {takes}.",
         fix=of_logarithms.get(function, f"{of_scores} ({module})" if module else of_scores),
-        cause="Logarithms of probabilities are never above 0; with others the loss is no likelihood."
+        cause="It takes the logarithm of its second argument, and of its first it takes none."
+        if changed_places
+        else "Logarithms of probabilities are never above 0; with others the loss is no likelihood."
         if function == "ctc_loss"
         else "Taken as scores, probabilities can hardly differ, so the loss can't become small.",
         since=call,
         step=at,
         module=module or None,
-        evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": sure, "made": made},
+        evidence={"batches": len(looked), "low": low, "high": high, "in_the_graph": sure, "function": function}
+        | ({"made": made} if made else {}),
         severity="error" if sure or function not in _SIGMOID_LOSSES else "warning",
     )
+
+
+def _has_softmax(run: Run) -> bool:
+    """Whether there may be a softmax: a graph or a model has one, or no graph was looked at."""
+    kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
+    modules = any(one.cls == "Softmax" for root in run.roots.values() for one in root.modules)
+    return modules or not kinds or any(kind.startswith("Softmax") for kind in kinds)
 
 
 def _only(run: Run, made: str) -> str:

@@ -287,7 +287,7 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         "computed of them, as the spread of a batch of one row. From the loss it goes into all gradients and weights."
         if first.where == "input"
         else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
-        evidence={"where": first.where, "value": first.value, "op": first.op},
+        evidence={"where": first.where, "value": first.value} | ({"op": first.op} if first.op else {}),
     )
 
 

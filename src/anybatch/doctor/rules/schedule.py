@@ -99,7 +99,10 @@ def sched_too_often(
             yield Found(
                 text=f"{one} ({', '.join([one.facts.cls, *options])}) is stepped after every batch, {len(one.calls)} "
                 f"times in {len(done)} steps: {reason}.",
-                fix=f"{one}.step()  # once per epoch, outside the loop over batches",
+                fix=f'"interval": "epoch" beside {one} in what configure_optimizers returns; of another trainer, a '
+                "schedule that is over after all of its steps"
+                if _by_a_trainer(run, one)
+                else f"{one}.step()  # once per epoch, outside the loop over batches",
                 cause="The schedule counts its calls; made for epochs, it is over within the first ones.",
                 since=one.calls[0],
                 optimizer=one.optimizer.number,
@@ -108,6 +111,12 @@ def sched_too_often(
                     "highest_lr": max(rates), "last_lr": rates[-1],
                 },
             )  # fmt: skip
+
+
+def _by_a_trainer(run: Run, one: ScheduleView) -> bool:
+    """Whether one line of the user's has the data loaded, the optimizer stepped and the schedule, as that of a fit."""
+    loaded = {(each.file, each.line) for each in run.of(Epoch) if each.file}
+    return len(loaded) == 1 and loaded == {(each.file, each.line) for each in (*one.calls, *one.optimizer.steps)}
 
 
 def _over(one: ScheduleView, per_epoch: int, steps: float) -> str:

@@ -25,13 +25,16 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms, Tied
 from anybatch.records.tables import ParameterFacts
 
+_FROZEN_STEPS = 3  # of an optimizer whose model may be thawed after a first one
+
 
 @rule("AB106", "FREEZE_TOO_MUCH", "warning", explains=STANDS_STILL, needs=(Stepped,))
 def freeze_too_much(
     run: Run, *, steps: float = Limit(15, "three thirds of five"), rest: float = Limit(0.9, "of the loss stays"),
     share: float = Limit(0.1, "of the numbers: norm layers and biases are a few percent"),
 ) -> Iterator[Found]:  # fmt: skip
-    """Models of which only norm layers and biases are trained, or a frozen table isn't, and that don't learn."""
+    """Models of which nothing, or only norm layers and biases, is trained, or a frozen table isn't, and don't learn."""
+    yield from _all_frozen(run)
     yield from say(run, "AB106")
     used = [one.used[-1].fact.value for one in optimizers(run)[0].windows if one.used]
     losses = [value for value in used if value is not None]
@@ -58,6 +61,33 @@ def freeze_too_much(
             where=NOWHERE,
             parameters=frozen,
             evidence={"trained_share": trained, "trained": len(active), "frozen": len(frozen), "loss": [first, last]},
+        )
+
+
+def _all_frozen(run: Run) -> Iterator[Found]:
+    """Optimizers all of whose parameters are frozen, of models in which nothing is trained either."""
+    for one in optimizers(run):
+        own = {number: run.parameters[number] for number in one.own if number in run.parameters}
+        roots = {each.root for each in own.values()}
+        whole = [each for each in run.parameters.values() if each.root in roots and each.registered]
+        moved = ever_touched(run) | with_gradient(run) | written(run)
+        is_idle = moved.isdisjoint(each.parameter for each in (*own.values(), *whole))
+        frozen = not any(each.requires_grad for each in (*own.values(), *whole))
+        stepped = len(one.steps) >= _FROZEN_STEPS and not any(step.with_grad or step.edited for step in one.steps)
+        if not own or roots == {-1} or not is_idle or not frozen or not stepped:
+            continue
+        model = root_variable(run, min(roots))
+        yield Found(
+            text=f"All {counted(len(own), 'parameter')} that {one} steps ({sum(each.numel for each in own.values()):,} "
+            f"numbers of {model}) have requires_grad=False: no gradient reaches any, and no step changes anything.",
+            fix=f"{model}.requires_grad_(True), and freeze by module: {model}.backbone.requires_grad_(False)",
+            cause="The condition that freezes parameters matches all of them, or what should be trained was not added; "
+            "as the input of the model requires a gradient, backward() raises no error.",
+            since=one.steps[0],
+            where=NOWHERE,
+            parameters=sorted(own),
+            evidence={"frozen": len(own), "steps": len(one.steps)},
+            severity="error",
         )
 
 

@@ -72,6 +72,8 @@ def facts_of_loss(
             all_count = by_class and not facts["ignored"]
             of_targets = _targets(target, None if all_count else ignore, by_class=by_class)
             facts |= _predictions(name, first, dim) | of_targets
+            if name == "kl_div" and target.dim() and target.numel() <= _READ:
+                facts["target_normalised"] = _are_distributions(target.exp() if given.get("log_target") else target)
             if by_class and name != "multi_margin_loss":
                 facts |= _shift(target, ignore, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
@@ -122,6 +124,14 @@ def _predictions(name: str, first: torch.Tensor, dim: int) -> dict[str, Any]:
         facts["normalised"] = low >= 0.0 and abs(ends[0] - 1.0) < 1e-2 and abs(ends[1] - 1.0) < 1e-2
         facts["log_normalised"] = high <= 1e-3 and abs(ends[2] - 1.0) < 1e-2 and abs(ends[3] - 1.0) < 1e-2
     return facts
+
+
+def _are_distributions(target: torch.Tensor) -> bool:
+    """Whether no entry is negative, and the sum over the last dim, or over dim 1, is 1 everywhere."""
+    low, *ends = torch.stack(
+        [target.min(), *target.sum(-1).aminmax(), *target.sum(min(1, target.dim() - 1)).aminmax()]
+    ).tolist()
+    return low >= 0 and any(abs(ends[at] - 1) < 1e-2 and abs(ends[at + 1] - 1) < 1e-2 for at in (0, 2))
 
 
 def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dict[str, Any]:

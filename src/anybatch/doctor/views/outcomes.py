@@ -43,6 +43,8 @@ _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
 
 
+_ITS_TARGETS = "a copy of the model makes the targets, so that their loss says little"
+
 _OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 """Losses that are minus the logarithm of a probability."""
 
@@ -259,6 +261,8 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
         return Outcome("undecided", f"{found.said}, {little}", steps=found.steps)
     if found.word == "not learning" or same is None:
         return found
+    if probed is not None and _makes_its_targets(run):
+        return _moved(run, part, found.steps, _ITS_TARGETS)
     said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
     said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
     rows = int(same.evidence["rows"]) * found.steps
@@ -313,7 +317,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
     terms = [term for term in _terms(run, part) if term is not None]
     better = [term for term in terms if term.word == "learning"]
     if better and all(term.call is not None and not term.call.classes for term in better) and _has_a_target_net(run):
-        return _moved(run, part, steps, "a copy of the model makes the targets, so that their loss says little")
+        return _moved(run, part, steps, _ITS_TARGETS)
     if better:
         return better[0]
     went = course(run, numbers[0] if numbers else None)
@@ -342,6 +346,11 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
 def weighs_rewards(run: Run) -> bool:
     """Whether a loss weighs log-probabilities with rewards: more reward may make it larger."""
     return bool(run.answers("rewarded", "yes", "no"))
+
+
+def _makes_its_targets(run: Run) -> bool:
+    """Whether targets that are numbers are made by a copy of the model, which is an older one than that at the end."""
+    return _has_a_target_net(run) and not any(one.classes for one in run.of(LossCall))
 
 
 def _has_a_target_net(run: Run) -> bool:
