@@ -515,6 +515,13 @@ def _agreed(found: Sequence[Found]) -> int:
 def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
     if _is_plain(node) or isinstance(node, torch.Tensor):
         return Constant(node, label)
+    if isinstance(node, torch.utils.data.DataLoader | torch.utils.data.Dataset):
+        kind = "DataLoader" if isinstance(node, torch.utils.data.DataLoader) else "Dataset"
+        raise BatchError(
+            f"{label} is a {kind}, which gives batches and is none; iterate over it, as in: for batch in loader: "
+            "step(batch)",
+            path=label,
+        )
     raise BatchError(
         f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't split into samples; "
         f"{_OWN}, or pass broadcast=({dotted!r},) to pass it whole to every micro-batch. {IN_A_ROW}",

@@ -355,6 +355,17 @@ def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
+def _take_off_last(frames: TracebackType | None) -> None:
+    """Ends a traceback of torch's error where anybatch, which looks at each operation, was called by it."""
+    each = list[TracebackType]()
+    while frames is not None:
+        each.append(frames)
+        frames = frames.tb_next
+    own = [one.tb_frame.f_code.co_filename.startswith(_PACKAGE) for one in each]
+    if True in own[1:] and not own[0] and not own[-1]:
+        each[own.index(True) - 1].tb_next = None
+
+
 def _take_off_own_frames(error: BaseException) -> None:
     """Leaves of an error, and of those that led to it, what is of the script."""
     each: BaseException | None = error
@@ -366,4 +377,5 @@ def _take_off_own_frames(error: BaseException) -> None:
         if context is not None and _without(_PACKAGE, context.__traceback__) is not context.__traceback__:
             each.__context__ = None
         each.__traceback__ = _without(_PACKAGE, each.__traceback__) or each.__traceback__
+        _take_off_last(each.__traceback__)
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
