@@ -356,14 +356,17 @@ def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
 
 
 def _take_off_last(frames: TracebackType | None) -> None:
-    """Ends a traceback of torch's error where anybatch, which looks at each operation, was called by it."""
-    each = list[TracebackType]()
+    """Ends a traceback of torch's error at the script's last frame, if anybatch stands between the two."""
+    from anybatch.doctor.recording.naming import USERS, whose_file
+
+    last, between, is_own = None, False, False
     while frames is not None:
-        each.append(frames)
+        file = frames.tb_frame.f_code.co_filename
+        is_own = file.startswith(_PACKAGE)
+        last, between = (frames, False) if not is_own and whose_file(file) == USERS else (last, between or is_own)
         frames = frames.tb_next
-    own = [one.tb_frame.f_code.co_filename.startswith(_PACKAGE) for one in each]
-    if True in own[1:] and not own[0] and not own[-1]:
-        each[own.index(True) - 1].tb_next = None
+    if last is not None and between and not is_own:  # it looks at each operation
+        last.tb_next = None
 
 
 def _take_off_own_frames(error: BaseException) -> None:

@@ -217,6 +217,7 @@ class FoundStep:
         import torch
 
         from anybatch.doctor.loopchanges import Counted, results_of
+        from anybatch.doctor.loopsteps import StepUnclear
         from anybatch.interception import unobserved
         from anybatch.tensors.modules import modules_behind
         from anybatch.update.transaction import Snapshot
@@ -229,6 +230,12 @@ class FoundStep:
             try:
                 with unobserved():
                     terms = self._step.loss_fn({one: one for one in names})(model, batch)[1]
+            except Exception as error:
+                raise StepUnclear(
+                    f"what the loop reads of the forward, {', '.join(names)}, has to be weighed by the count of the "
+                    f"loss, and the forward did not run again ({type(error).__name__}: {error}); have the loss "
+                    "function return it with the loss, as an anybatch.Mean"
+                ) from error
             finally:
                 before.restore()
         return Counted(self._count, float(self._counts()(batch)), terms)
