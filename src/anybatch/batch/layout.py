@@ -348,8 +348,7 @@ class _Surveyor:
             if dim is None and _may_be_samples(node):
                 self._lists.append(Found(label, dotted, len(node), node))
                 return
-            may_hold_samples = type(node) is tuple and len(node) > 1 and into is self._leaves
-            if dim is None and may_hold_samples and _are_alike(node):
+            if dim is None and type(node) is tuple and len(node) > 1 and into is self._leaves and _are_alike(node):
                 into = []
                 self._tuples.append((Found(label, dotted, len(node), node), into))
         for child in _children(node):
@@ -361,6 +360,8 @@ class _Surveyor:
             return _agreed(self._leaves)
         counted = [*self._lists, *(found for found, _ in self._tuples if found.dotted in self._samples)]
         if not counted:
+            if isinstance(batch, torch.utils.data.DataLoader):
+                raise BatchError("the batch is a DataLoader; iterate over it, as in: for batch in loader: step(batch)")
             raise BatchError(
                 f"the batch, a {type(batch).__name__}, has no tensor with rows and no list of samples; expected "
                 f"tensors of shape [rows, ...]; {_OWN}. {IN_A_ROW}"

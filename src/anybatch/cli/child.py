@@ -355,6 +355,20 @@ def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
+def _take_off_last(frames: TracebackType | None) -> None:
+    """Ends a traceback of torch's error at the script's last frame, if anybatch stands between the two."""
+    from anybatch.doctor.recording.naming import USERS, whose_file
+
+    last, between, is_own = None, False, False
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        is_own = file.startswith(_PACKAGE)
+        last, between = (frames, False) if not is_own and whose_file(file) == USERS else (last, between or is_own)
+        frames = frames.tb_next
+    if last is not None and between and not is_own:  # it looks at each operation
+        last.tb_next = None
+
+
 def _take_off_own_frames(error: BaseException) -> None:
     """Leaves of an error, and of those that led to it, what is of the script."""
     each: BaseException | None = error
@@ -366,4 +380,5 @@ def _take_off_own_frames(error: BaseException) -> None:
         if context is not None and _without(_PACKAGE, context.__traceback__) is not context.__traceback__:
             each.__context__ = None
         each.__traceback__ = _without(_PACKAGE, each.__traceback__) or each.__traceback__
+        _take_off_last(each.__traceback__)
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)

@@ -1,14 +1,20 @@
 """What the verbs share: their script, options, checks of output files."""
 
+import difflib
+import importlib.machinery
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import click
 
 _PATCH = b"--- a/"
+_ALIKE = 0.7  # letters of two options, of which one may be meant by the other
+_FILES = 100  # beside the script, in which its options are looked for
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
@@ -35,8 +41,9 @@ class ScriptCommand(click.Command):
         self._options_behind = options_behind
         if options_behind:
             self.epilog = (
-                "Instead of SCRIPT, -m MODULE runs a module. Options after SCRIPT that anybatch has too are "
-                "anybatch's; those behind -- are the script's."
+                "Instead of SCRIPT, -m MODULE runs a module. Options after SCRIPT that only anybatch has are "
+                "anybatch's; those behind -- are the script's. An option that both have stands before SCRIPT or "
+                "behind --."
             )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -45,6 +52,7 @@ class ScriptCommand(click.Command):
         takes_value = {name: not (one.is_flag or one.is_eager) for one in options for name in one.opts}
         own: list[str] = []
         others: list[str] = []
+        behind: list[str] = []  # what is taken of the words behind the script
         words = iter(args)
         for word in words:
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
@@ -56,11 +64,74 @@ class ScriptCommand(click.Command):
                 others += ["-m", *([word[2:]] if word != "-m" else itertools.islice(words, 1))]
             elif word.startswith("-") and name in takes_value:
                 own += [word, *(itertools.islice(words, 1) if takes_value[name] and word == name else ())]
+                behind += [name] if others and name not in ("-h", "--help") else []
             elif word.startswith("-") and word != "-" and not others:
-                raise click.NoSuchOption(name, possibilities=takes_value, ctx=ctx)
+                raise _no_option(ctx, name, takes_value)
             else:
                 others.append(word)
+        _check_behind(ctx, behind, others)
         return super().parse_args(ctx, [*own, *(["--", *others] if others else [])])
+
+
+def _no_option(ctx: click.Context, name: str, known: Iterable[str]) -> click.NoSuchOption:
+    where = f"options of the script stand behind it, as in: anybatch {ctx.info_name} train.py {name}"
+    alike = difflib.get_close_matches(name, list(known), cutoff=_ALIKE)
+    text = f"No such option {name!r} of anybatch {ctx.info_name}; {where}"
+    return click.NoSuchOption(name, text, possibilities=alike, ctx=ctx)
+
+
+def _check_behind(ctx: click.Context, names: Sequence[str], others: Sequence[str]) -> None:
+    """Refuses options behind the script that both may have, and says which ones are taken where that is in doubt."""
+    if not names:
+        return
+    is_module = others[0] == "-m"
+    path = _path_of(others[1]) if is_module and len(others) > 1 else Path(others[0])
+    for name in dict.fromkeys(names):
+        if path is not None and _mentions(path, name):
+            script = " ".join(others[: 1 + is_module])
+            raise click.UsageError(
+                f"{script} has an option {name}, too, as {path} shows. Put that of anybatch {ctx.info_name} before the "
+                f"script, and that of the script behind --, as in: anybatch {ctx.info_name} {script} -- {name} ...",
+                ctx,
+            )
+        near = [] if path is None else itertools.islice(path.parent.glob("*.py"), _FILES)
+        if len(others) > 1 + is_module or any(_mentions(one, name) for one in near):
+            click.echo(f"{name} was taken by anybatch {ctx.info_name}; options of the script stand behind --", err=True)
+
+
+def _path_of(module: str) -> Path | None:
+    """The file of a module in the working directory or on Python's path, without importing its packages."""
+    folders: Sequence[str] | None = [str(Path.cwd()), *filter(None, sys.path)]
+    found = None
+    for part in f"{module}.__main__".split("."):
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        except (ImportError, ValueError):
+            return None
+        found = spec if spec is not None and spec.has_location else None
+        folders = None if spec is None else spec.submodule_search_locations
+        if folders is None:
+            break
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+def _mentions(path: Path, option: str) -> bool:
+    """Whether a file has an option as a text of its own, as a parser of arguments is given it."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(rf"[\"']{re.escape(option)}[\"'=]", text) is not None
+
+
+class _File(click.Path):
+    """A file to write, which a name that ends as a folder does is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuses such a name."""
+        if isinstance(value, str) and value.endswith(("/", os.sep)):
+            self.fail(f"{value!r} is the name of a folder; expected that of a file, as in {value}out.html", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def of_script(function: Function) -> Function:
@@ -124,14 +195,14 @@ def json_option(what: str) -> Callable[[Function], Function]:
         "--json",
         "json_path",
         metavar="FILE",
-        type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
+        type=_File(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
         help=f"Write {what} as JSON; - for standard output.",
     )
 
 
 def file_option(*names: str, help: str, default: str | None = None) -> Callable[[Function], Function]:
     """Adds an option that names a file to write."""
-    file = click.Path(dir_okay=False, writable=True, path_type=Path)
+    file = _File(dir_okay=False, writable=True, path_type=Path)
     return click.option(*names, metavar="FILE", type=file, default=default, show_default=True, help=help)
 
 

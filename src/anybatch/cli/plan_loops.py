@@ -1,5 +1,7 @@
 """Finds the first step of a plain loop, and after an out-of-memory crash a plan that would have fitted it."""
 
+import ast
+import builtins
 import contextlib
 import gc
 import json
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.interception import Call
@@ -19,6 +21,9 @@ from anybatch.records.events import Crashed
 from anybatch.records.plans import Plan
 from anybatch.report.frontier import micro_batches
 from anybatch.units import format_bytes
+
+if TYPE_CHECKING:
+    from anybatch.doctor.loopchanges import Counted
 
 _LIGHTNING = (
     "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks, or with "
@@ -184,15 +189,56 @@ class FoundStep:
     def counted(self, refusal: str) -> Call | None:
         """The call with the ``count=`` that a refusal proposes, which the lines to change then have, too."""
         proposed = _COUNT.search(refusal)
-        torch = self._step.names.get("torch")
-        if proposed is None or ("torch" in proposed[1] and torch is not sys.modules["torch"]):
+        if proposed is None or not self._knows(proposed[1]):
             return None
+        self._count = proposed[1]
+        return self.call._replace(options={**self.call.options, "count": self._counts()})
+
+    def _knows(self, count: str) -> bool:
+        """Whether the lines to change have all names that a count reads."""
+        from anybatch.doctor.crashing.usercode import names_in
+        from anybatch.doctor.loopnames import stored
+
+        tree, names = ast.parse(count, mode="eval"), self._step.names
+        own = {one.arg for one in ast.walk(tree) if isinstance(one, ast.arg)} | {"anybatch"}
+        read = {one for one in names_in([tree], ast.Load) - own if not hasattr(builtins, one)}
+        is_torch = "torch" not in read or names.get("torch") is sys.modules["torch"]
+        return is_torch and read <= names.keys() - stored(self._step.forward)
+
+    def _counts(self) -> Callable[[Any], Any]:
         from anybatch.batch.counting import count_samples, count_tokens
 
-        self._count = proposed[1]
         known = SimpleNamespace(count_samples=count_samples, count_tokens=count_tokens)
-        options = {**self.call.options, "count": eval(self._count, {"anybatch": known, "torch": torch})}
-        return self.call._replace(options=options)
+        counts: Callable[[Any], Any] = eval(self._count, {**self._step.names, "anybatch": known})
+        return counts
+
+    def _counted_terms(self) -> "Counted":
+        """What the loss is the mean over, with the graphs of the terms that the loop reads."""
+        import torch
+
+        from anybatch.doctor.loopchanges import Counted, results_of
+        from anybatch.doctor.loopsteps import StepUnclear
+        from anybatch.interception import unobserved
+        from anybatch.tensors.modules import modules_behind
+        from anybatch.update.transaction import Snapshot
+
+        model, loss_fn, batch, _ = self.call
+        names = [name for name, text in results_of(self._step).items() if text != name]
+        terms = dict[str, torch.Tensor]()
+        if names:  # the backward of the loop has freed what the graph saved
+            before = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
+            try:
+                with unobserved():
+                    terms = self._step.loss_fn({one: one for one in names})(model, batch)[1]
+            except Exception as error:
+                raise StepUnclear(
+                    f"what the loop reads of the forward, {', '.join(names)}, has to be weighed by the count of the "
+                    f"loss, and the forward did not run again ({type(error).__name__}: {error}); have the loss "
+                    "function return it with the loss, as an anybatch.Mean"
+                ) from error
+            finally:
+                before.restore()
+        return Counted(self._count, float(self._counts()(batch)), terms)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
         """Adds the lines to change to an answer, or why they can't be written."""
@@ -212,12 +258,13 @@ class FoundStep:
         if not self._trouble:
             try:
                 more = [f'batch_norm="{question["batch_norm"]}"'] if question.get("batch_norm") else []
-                more += [f"count={self._count}"] if self._count and not facts.get("refusal") else []
+                counted = self._counted_terms() if self._count and not facts.get("refusal") else None
+                more += [f"count={self._count}"] if counted is not None else []
                 budget = f"memory={json.dumps(wish)}"
                 if facts.get("refusal"):  # with a budget the step would look at the split again, and may see less of it
                     budget = "" if _fits_whole(facts["plan"]) else f"plan=anybatch.Plan.load({saved})"
                 budget, plan = (", ".join(filter(None, [one, *more])) for one in (budget, plan))
-                edit = change_of(self._step, self._update, budget, plan)
+                edit = change_of(self._step, self._update, budget, plan, counted)
                 diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
                 changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:

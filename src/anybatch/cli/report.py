@@ -50,6 +50,10 @@ def report_command(record: Path, other: Path | None, **reporting: Any) -> None:
 @contextmanager
 def _readable(record: Path) -> Iterator[Run]:
     """The run of a record; what does not fit together is an error with a remedy."""
+    if not record.stat().st_size:
+        raise click.UsageError(
+            f"{record} is empty, so there is no run in it; anybatch doctor --record {record.stem}.jsonl makes a record"
+        )
     if not is_record(record):
         raise click.UsageError(
             f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"

@@ -1,31 +1,45 @@
 """The lines of a plain loop that change so that anybatch takes its step."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
+from anybatch.doctor.loopdata import rows_of
 from anybatch.doctor.looplooks import value_at
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, rows_of, stored
+from anybatch.doctor.loopnames import inputs_of, stored
+from anybatch.doctor.loopsteps import LoopStep, StepUnclear
 from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behind
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
+_SAME = 1e-5  # of a number of items in float32
 
 
-def change_of(step: LoopStep, update: Update | None, budget: str, plan: str) -> Edit:
+class Counted(NamedTuple):
+    """The number of items that the loss is the mean over, by which its terms are means, too."""
+
+    text: str  # the code of the ``count=``
+    items: float  # of the whole batch
+    terms: Mapping[str, torch.Tensor]  # what the forward gives, with its graph
+    name: str = "items"  # of the number in the loss function
+
+
+def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, counted: Counted | None = None) -> Edit:
     """The edit of a loop's file; without an ``Update`` the loop keeps its own, and calls ``anybatch.backward``.
 
     ``budget`` are the arguments of a ``TrainStep`` that say how to split, ``plan`` those of ``anybatch.backward``.
     """
-    rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
-    function, result, stepper = (_free(taken, one) for one in ("loss_fn", "result", "step"))
-    text = step.loss_text(function, rows)
+    function, result, stepper, items = (_free(taken, one) for one in ("loss_fn", "result", "step", "items"))
+    counted = None if counted is None else counted._replace(name=items)
+    rows = results_of(step, counted)
+    text = step.loss_text(function, rows, _count_line(step, counted, rows))
     if update is None:
         scaler = f", scaler={step.scaler}" if step.scaler else ""
         size = f", {plan}" if plan else ""
@@ -183,10 +197,10 @@ def _check_left(step: LoopStep) -> None:
             )
 
 
-def results_of(step: LoopStep) -> dict[str, str]:
+def results_of(step: LoopStep, counted: Counted | None = None) -> dict[str, str]:
     """The code of the metrics for the tensors of the forward that the loop reads after the backward, by name.
 
-    They have one row per sample, or are means over the samples, such as the terms of a loss.
+    They have one row per sample, or are means over the samples or over what ``counted`` counts, as the terms of a loss.
     """
     _check_block(step)
     _check_left(step)
@@ -214,7 +228,8 @@ def results_of(step: LoopStep) -> dict[str, str]:
                 "what micro-batches leave has no graph; compute it again after the step"
             )
         if is_term:
-            found[name] = f"anybatch.Mean({name} * {step.rows_text}, {step.rows_text})"
+            weight = step.rows_text if counted is None else _weight_of(step, name, counted)
+            found[name] = f"anybatch.Mean({name} * {weight}, {weight})"
         elif isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
             found[name] = name
         elif name not in names_in(step.forward, ast.Store):
@@ -230,21 +245,58 @@ def results_of(step: LoopStep) -> dict[str, str]:
     return found
 
 
+def _count_line(step: LoopStep, counted: Counted | None, metrics: Mapping[str, str]) -> str:
+    """The line of the loss function that counts the items of its samples; empty if no metric needs them."""
+    if counted is None or not any(text.endswith(f", {counted.name})") for text in metrics.values()):
+        return ""
+    count = ast.parse(counted.text, mode="eval").body
+    if not isinstance(count, ast.Lambda):
+        return f"{counted.name} = {counted.text}({step.samples_text})"
+    for one in nodes_in(count.body, ast.Name):
+        if one.id == count.args.args[0].arg:
+            one.id = step.samples_text
+    return f"{counted.name} = {ast.unparse(count.body)}"
+
+
+def _weight_of(step: LoopStep, name: str, counted: Counted) -> str:
+    """The code of what a term of the loss is the mean over: the items that the loss is the mean over, or samples."""
+    ends = _means_of(counted.terms.get(name)) or []
+    weights = [float(one._saved_total_weight) for one in ends if hasattr(one, "_saved_total_weight")]
+    if weights and len(weights) == len(ends) and all(math.isclose(w, counted.items, rel_tol=_SAME) for w in weights):
+        return counted.name
+    rows = rows_of(step.logical_batch)
+    if any(abs(w / rows - round(w / rows)) > _SAME for w in weights):
+        raise StepUnclear(
+            f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is not the mean over the "
+            f"{counted.items:g} items that the loss is the mean over; have the loss function return it with the loss, "
+            "as an anybatch.Mean of its sum and its own number of items"
+        )
+    return step.rows_text
+
+
 def _is_mean(value: Any) -> bool:
     """Whether a value is a scalar made of means, by sums and by factors that have no graph."""
+    return _means_of(value) is not None
+
+
+def _means_of(value: Any) -> list[Any] | None:
+    """The nodes of the means that a scalar is made of, by sums and by factors that have no graph; else ``None``."""
     if not isinstance(value, torch.Tensor) or value.dim():
-        return False
-    nodes, seen = [value.grad_fn], set[Any]()
+        return None
+    nodes, seen, ends = [value.grad_fn], set[Any](), list[Any]()
     for node in nodes:  # to which those before it are added
         if node is None or len(nodes) > _MOST_NODES:
-            return False
-        if node in seen or node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+            return None
+        if node in seen:
             continue
         seen.add(node)
+        if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+            ends.append(node)
+            continue
         name, given = node.name(), [one for one, _ in node.next_functions]
         parts = [one for one in given if one is not None]
         is_factor = name in _ONE_OF_TWO and len(parts) == 1 and (name != "DivBackward0" or given[0] is not None)
         if not parts or not (is_factor or name in _SUMS):
-            return False
+            return None
         nodes += parts
-    return True
+    return ends

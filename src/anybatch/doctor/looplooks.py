@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
-from anybatch.doctor.loopsteps import LoopStep, root_of
+from anybatch.doctor.loopnames import root_of
+from anybatch.doctor.loopsteps import LoopStep
 
 LEAVES = (ast.Return, ast.Break, ast.Continue)
 _EXITS = ("exit", "_exit", "quit", "abort")

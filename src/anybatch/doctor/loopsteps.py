@@ -6,22 +6,21 @@ import copy
 import itertools
 import linecache
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from anybatch.batch.trees import leaves, opened
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import UnclearEdit, UserSource
+from anybatch.doctor.loopdata import holds_samples, is_flat, rows_of, size_of
+from anybatch.doctor.loopnames import inputs_of, read, root_of, stored
 from anybatch.errors import AnyBatchError
 from anybatch.records.means import Mean
 
 _DRAWS = frozenset({"randint", "randperm", "choice", "choices", "sample", "permutation", "integers", "multinomial"})
-_FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
 _HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
-_PLAIN = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.optim.Optimizer, types.ModuleType)
 _GOES_ELSEWHERE = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 
 
@@ -87,19 +86,27 @@ class LoopStep:
                     return f"len({text})"
         return ""
 
-    def loss_text(self, name: str = "loss_fn", metrics: Mapping[str, str] | None = None) -> str:
-        """The forward as the code of a function of the model and the batch; it returns ``metrics`` beside the loss."""
+    @property
+    def samples_text(self) -> str:
+        """What the function of ``loss_text`` calls its batch."""
+        taken = inputs_of([*self.forward, self.loss]) | self.batch.keys()
+        return next(iter(self.batch)) if len(self.batch) == 1 else "samples" if "batch" in taken else "batch"
+
+    def loss_text(self, name: str = "loss_fn", metrics: Mapping[str, str] | None = None, line: str = "") -> str:
+        """The forward as the code of a function of the model and the batch, and of one more line.
+
+        It returns ``metrics`` beside the loss.
+        """
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
-        taken = inputs_of([*self.forward, self.loss])
-        together = "batch" if "batch" not in taken | self.batch.keys() else "samples"
-        samples = next(iter(self.batch)) if len(self.batch) == 1 else together
+        taken, samples = inputs_of([*self.forward, self.loss]), self.samples_text
         lines = [f"def {name}({parameter}, {samples}):"]
         lines += [f"    {', '.join(self.batch)} = {samples}"] if len(self.batch) > 1 else []
         shorter = {text: name for name, text in self.taken_out.items()}
         shorter |= {only: parameter} if only != parameter and parameter not in taken else {}
         for statement in self.forward:
             lines += [f"    {line}" if line else "" for line in self._text(statement, shorter).split("\n")]
+        lines += [f"    {line}"] if line else []
         beside = ", ".join(f'"{key}": {text}' for key, text in (metrics or {}).items())
         lines.append(f"    return {self._text(self.loss, shorter)}{f', {{{beside}}}' if metrics else ''}")
         return "\n".join(lines)
@@ -198,8 +205,9 @@ def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
             if len(found) > 1:
                 lines = ", ".join(str(one.lineno) for one in found)
                 raise UnclearEdit(
-                    f"{source.path} goes back several times in one block (lines {lines}); write the losses as one "
-                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep; if "
+                    f"{source.path} calls backward() for several losses, one after the other (lines {lines}). Where "
+                    "they are of one update, have one loss function return them in a mapping, as in: return "
+                    '{"first": first, "second": second}, and give it to anybatch.TrainStep, which adds them up; where '
                     "each has an optimizer of its own, as in a GAN, make a TrainStep of each"
                 )
             if not isinstance(back, ast.Expr) or back.value is not found[0]:
@@ -215,7 +223,9 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
     where = f"{source.path}:{call.lineno}"
     if call.args or call.keywords:
         raise StepUnclear(
-            f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
+            f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward(). If "
+            'several losses go back for one update, have one loss function return them in a mapping: return {"first": '
+            'first, "second": second}'
         )
     loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     if isinstance(loss, ast.NamedExpr):
@@ -272,31 +282,6 @@ def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int])
         )
 
 
-def stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements assign or change."""
-    nodes = list(nodes)
-    found = names_in(nodes, ast.Store)
-    parts = (one for one in nodes_in(nodes, ast.expr) if isinstance(one, ast.Subscript | ast.Attribute))
-    found |= {root_of(one) for one in parts if isinstance(one.ctx, ast.Store)}
-    for call in (one.value for one in nodes_in(nodes, ast.Expr) if isinstance(one.value, ast.Call)):
-        if called(call) in _FILLS or called(call).endswith("_"):  # losses.append(loss), x.mul_(2)
-            found.add(root_of(call.func))
-    return found
-
-
-def root_of(node: ast.AST) -> str:
-    """The name that attributes and items are taken of; empty for another expression."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def read(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements read, including those that they change."""
-    nodes = list(nodes)
-    return names_in(nodes, ast.Load) | {root_of(one.target) for one in nodes_in(nodes, ast.AugAssign)}
-
-
 def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The statements that the loss is computed by, from the first on that uses a trained module."""
     work = [one for one in before if not (isinstance(one, ast.Expr) and called(one.value) in _HOUSEKEEPING)]
@@ -342,35 +327,6 @@ def _taken_from(call: ast.Call) -> str:
     return root_of(call.func) if takes and isinstance(call.func, ast.Attribute) else ""
 
 
-def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that consecutive statements read before they assign them."""
-    found = set[str]()
-    _follow(nodes, set(), found)
-    return found
-
-
-def _follow(nodes: Iterable[ast.AST | None], known: set[str], found: set[str]) -> None:
-    for node in nodes:
-        if isinstance(node, ast.For | ast.AsyncFor):
-            _follow([node.iter, node.target, *node.body, *node.orelse], known, found)
-        elif isinstance(node, ast.With | ast.AsyncWith):
-            _follow([part for one in node.items for part in (one.context_expr, one.optional_vars)], known, found)
-            _follow(node.body, known, found)
-        elif isinstance(node, ast.If):
-            _follow([node.test], known, found)
-            ways = [set(known), set(known)]
-            for way, body in zip(ways, (node.body, node.orelse), strict=True):
-                _follow(body, way, found)
-            known |= ways[0] & ways[1]
-        elif isinstance(node, ast.While | ast.Try):
-            parts = [getattr(node, name, []) for name in ("test", "body", "handlers", "orelse", "finalbody")]
-            _follow([one for part in parts for one in (part if isinstance(part, list) else [part])], known, found)
-        elif node is not None:
-            own = {one.arg for one in nodes_in(node, ast.arg)} | stored(nodes_in(node, ast.comprehension))
-            found |= read([node]) - own - known
-            known |= stored([node])
-
-
 def _find_batch(step: LoopStep) -> None:
     """What of the inputs of the forward is new in each iteration; without a loop, what the function was given."""
     loops, scope = step.loops, step.source.scope(step.back)
@@ -378,13 +334,15 @@ def _find_batch(step: LoopStep) -> None:
     if not loops and isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         inside |= {one.arg for one in nodes_in(scope.args, ast.arg)}
     given = _given(step, step.names)
-    step.batch = {name: value for name, value in given.items() if name in inside and _holds_samples(value)}
+    step.batch = {name: value for name, value in given.items() if name in inside and holds_samples(value)}
+    if made_of := _made_of_all(step, given, inside):
+        step.batch = {name: value for name, value in given.items() if name in step.batch or name in made_of}
     if parts := _taken_out(step, inside):
         given, inside = _given(step, {**step.names, **parts}), inside | parts.keys()
-        step.batch = {name: value for name, value in given.items() if name in inside and _holds_samples(value)}
+        step.batch = {name: value for name, value in given.items() if name in inside and holds_samples(value)}
         _check_others(step, given)
     if not step.batch:  # one batch, again and again
-        data = {name: value for name, value in given.items() if _holds_samples(value)}
+        data = {name: value for name, value in given.items() if holds_samples(value)}
         longest = max((rows_of(value) for value in data.values()), default=0)
         step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
     rows = max(map(rows_of, step.batch.values()), default=0)
@@ -407,12 +365,38 @@ def _find_batch(step: LoopStep) -> None:
         )
 
 
+def _made_of_all(step: LoopStep, given: Mapping[str, Any], inside: Set[str]) -> set[str]:
+    """The samples from outside of the loop, where all that is new in it is computed from them, row by row.
+
+    Such is ``t = teacher(X)`` before a forward that reads ``X``, too.
+    """
+    rows, needed = rows_of(step.logical_batch) if step.batch else 0, set(step.batch)
+    for statement in reversed(_before(step.source, step.back)):
+        needed |= read([statement]) if stored([statement]) & needed else set()
+    if not rows or _targets(step) & needed:
+        return set()
+    whole = {name for name, value in given.items() if name not in inside and holds_samples(value)}
+    whole = {name for name in whole if rows_of(given[name]) == rows}
+    return whole if whole & needed else set()
+
+
+def _targets(step: LoopStep) -> set[str]:
+    """What the loop itself gives values, such as the batches of a loader."""
+    return {
+        name
+        for one in step.loops
+        if isinstance(one, ast.For | ast.AsyncFor)
+        for name in stored([one.target])
+        if holds_samples(step.names.get(name))
+    }
+
+
 def _check_others(step: LoopStep, given: Mapping[str, Any]) -> None:
     """Refuses a batch that the forward takes out if something else that it reads may be a part of it."""
     rows = rows_of(step.logical_batch)
     if step.batch.keys() <= step.taken_out.keys():
         for name, value in given.items():
-            if name not in step.batch and _holds_samples(value) and _size(value) == rows:
+            if name not in step.batch and holds_samples(value) and size_of(value) == rows:
                 text = next(iter(step.taken_out.values()))
                 raise StepUnclear(
                     f"the forward before {step.where(step.back)} reads all of {name!r}, with as many rows as {text}; "
@@ -453,14 +437,14 @@ def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:
     parts = list(_parts(step, nodes, inside))
     texts = [step.source.of(one) for one in parts]
     found = {text: _evaluated(step, node) for text, node in zip(texts, parts, strict=True)}
-    rows = max(map(_size, step.batch.values() or found.values()), default=0)
+    rows = max(map(size_of, step.batch.values() or found.values()), default=0)
     are_items = [_is_item(step, node) for node in parts]
-    sizes = {_size(found[text]) for text in texts}
-    is_sample = not step.batch and any(are_items) and (len(sizes) > 1 or all(map(_is_flat, found.values())))
+    sizes = {size_of(found[text]) for text in texts}
+    is_sample = not step.batch and any(are_items) and (len(sizes) > 1 or all(map(is_flat, found.values())))
     for node, text in zip(parts, texts, strict=True):
-        is_batch = _size(found[text]) == rows  # else such as a table of positions
+        is_batch = size_of(found[text]) == rows  # else such as a table of positions
         draws_again = texts.count(text) > 1 and any(nodes_in(node, ast.Call))
-        if is_sample or draws_again or not (step.batch or _size(found[text])):
+        if is_sample or draws_again or not (step.batch or size_of(found[text])):
             raise _nameless(step, node)
         if is_batch and _begins_alike(node):
             raise StepUnclear(
@@ -519,10 +503,6 @@ def _is_item(step: LoopStep, node: ast.Subscript) -> bool:
     return isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim())
 
 
-def _is_flat(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.dim() < 2
-
-
 def _begins_alike(node: ast.Subscript) -> bool:
     """Whether a slice begins at the same row in each iteration, as one of a table of positions does."""
     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
@@ -537,15 +517,12 @@ def _parts(step: LoopStep, nodes: Iterable[ast.AST], inside: Set[str]) -> Iterat
             yield from _parts(step, ast.iter_child_nodes(node), inside)
 
 
-def _size(value: Any) -> int:
-    """How many samples a value may hold: the rows of its longest tensor, or its items."""
-    return rows_of(value) or (len(value) if isinstance(value, Sized) and not hasattr(value, "dim") else 0)
-
-
 def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> bool:
     """Whether an index takes other rows in each iteration out of something that stays."""
     parts = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
     root, own = root_of(node), _own(step)
+    if _takes_rows(step, node):
+        return True
     if (
         not isinstance(node.ctx, ast.Load)
         or root in (inside - {"self"}) | own
@@ -561,7 +538,21 @@ def _takes_samples(step: LoopStep, node: ast.Subscript, inside: Set[str]) -> boo
     if indices & own and not is_bounded_here:
         return False
     whole = _value(step, node.value)
-    return _holds_samples(whole) or (isinstance(whole, list | tuple) and isinstance(first, ast.Slice))
+    return holds_samples(whole) or (isinstance(whole, list | tuple) and isinstance(first, ast.Slice))
+
+
+def _takes_rows(step: LoopStep, node: ast.Subscript) -> bool:
+    """Whether the forward takes rows of a part of the batch by another that has their numbers, as ``y[order]``.
+
+    They are numbers of rows of the whole batch, and a micro-batch has others.
+    """
+    if not (isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Name) and isinstance(node.ctx, ast.Load)):
+        return False
+    names = [node.value.id, node.slice.id]
+    if any(name in _own(step) or not isinstance(step.batch.get(name), torch.Tensor) for name in names):
+        return False
+    taken, order = (step.batch[name] for name in names)
+    return len(taken) == len(order) and order.dim() == 1 and order.dtype in (torch.int64, torch.int32)
 
 
 def _changed_before(step: LoopStep) -> set[str]:
@@ -569,27 +560,3 @@ def _changed_before(step: LoopStep) -> set[str]:
     block = step.source.block(step.back)
     first = block.index(step.forward[0]) if step.forward and step.forward[0] in block else block.index(step.back)
     return stored(one for one in block[first : block.index(step.back)] if one not in step.forward)
-
-
-def _holds_samples(value: Any) -> bool:
-    return _is_data(value) and not _has_modules(value)
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a value may hold samples: tensors with rows, and what nobody here knows."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0 and not isinstance(value, torch.nn.Parameter)
-    if isinstance(value, _PLAIN) or value is None or callable(value):
-        return False
-    inside = opened(value)
-    return inside is None or any(_is_data(child.value) for child in inside.children)
-
-
-def _has_modules(value: Any) -> bool:
-    """Whether a value is an object with modules, as a trainer is."""
-    return any(isinstance(one, torch.nn.Module) for one in getattr(value, "__dict__", {}).values())
-
-
-def rows_of(value: Any) -> int:
-    """The length of the longest tensor in a batch."""
-    return max((len(one) for _, _, one in leaves(value) if isinstance(one, torch.Tensor) and one.dim()), default=0)

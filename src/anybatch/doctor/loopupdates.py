@@ -9,7 +9,8 @@ import torch
 
 from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
 from anybatch.doctor.looplooks import HARMLESS, LEAVES, LOOKS, NEEDS_GRAPH, leaves, may_look, only_looks, value_at
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear, inputs_of, read, root_of, stored, value_of
+from anybatch.doctor.loopnames import inputs_of, read, root_of, stored
+from anybatch.doctor.loopsteps import LoopStep, StepUnclear, value_of
 from anybatch.doctor.recording.naming import USERS, whose_file
 
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -258,11 +259,19 @@ def check_behind(step: LoopStep) -> None:
 def _check_graph(step: LoopStep, statement: ast.stmt) -> None:
     """Refuses what needs the graph or the gradients as they are before the backward."""
     node = next((one for one in ast.walk(statement) if called(one) in NEEDS_GRAPH or _is_grad(one)), None)
+    if node is not None and called(node) == "backward":
+        lines = " and ".join(dict.fromkeys([str(node.lineno), str(step.back.lineno)]))
+        raise StepUnclear(
+            f"{step.source.path} calls backward() twice for one update (line {lines}); "
+            'have one loss function return both losses in a mapping, as in: return {"first": first, "second": second}, '
+            "and give it to anybatch.TrainStep, which adds them up and goes back by itself"
+        )
     if node is not None:
         what = called(node) or "grad"
         raise StepUnclear(
-            f"{step.where(node)} uses {what} between the forward and the backward, where anybatch runs both at once; "
-            "have it use a forward of its own before, or read the gradients of the parameters after the backward"
+            f"{step.where(node)} uses {what} between the forward and the backward in line {step.back.lineno}, and "
+            "anybatch runs these two as one call of the step; have it use a forward of its own before, or read the "
+            "gradients of the parameters after the backward"
         )
 
 

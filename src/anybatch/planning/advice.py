@@ -23,6 +23,7 @@ from anybatch.update.refusals import named
 
 logger = logging.getLogger(__name__)
 
+_LEAST = 1024  # bytes of a budget; what is less was meant in another unit
 _COUNT = "the count= of the whole batch"
 _IN_CHUNKS = "A loss in chunks of time, anybatch.OverTime(chunk_loss, state), has the activations of one chunk only. "
 _SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help, and were not tried"
@@ -71,8 +72,9 @@ class Room:
     def refusal(self, text: str, needed: int, modules: Sequence[str] = ()) -> DoesNotFit:
         """The error for a budget that nothing fits in."""
         whole = self.budget + self.beside
+        unit = f' (a number without a unit is one of bytes; is "{whole}GiB" meant?)' if whole < _LEAST else ""
         return DoesNotFit(
-            f"nothing fits into {format_bytes(whole)}{text}", needed=needed, budget=whole, modules=modules
+            f"nothing fits into {format_bytes(whole)}{unit}{text}", needed=needed, budget=whole, modules=modules
         )
 
 

@@ -189,8 +189,13 @@ def usable_bytes(
     expandable = segments_expand(target)
     margin = margin_of(target, confidence, expandable=expandable, replays=replays) + (_VARIES if varies else 0.0)
     if target.device_type != "cpu" and not expandable and not replays:
-        logger.info(
-            "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,
-        )  # fmt: skip
+        _tell_margin(round(100 * margin))
     return int(budget * (1 - margin))
+
+
+@functools.cache  # once in a process, and not for each plan that is compared
+def _tell_margin(percent: int) -> None:
+    logger.info(
+        "%d %% of the budget is kept free for what the allocator reserves; less is, if "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", percent,
+    )  # fmt: skip

@@ -90,6 +90,59 @@ def test_own_options_may_stand_behind_the_script_and_unknown_ones_not_before_it(
     assert (done.exit_code, "'--memory'" in done.output) == (2, True)
 
 
+OPTIONS = "import argparse\np = argparse.ArgumentParser()\np.add_argument('-o', '--device', type=str)\n"
+
+
+@pytest.mark.parametrize(("option", "value"), [("--device", "cuda"), ("-o", "out.html")])
+@pytest.mark.parametrize("target", [("train.py",), ("-m", "lm.train")])
+def test_an_option_that_the_script_has_too_is_not_taken_from_behind_it(
+    target: tuple[str, ...], option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lm").mkdir()
+    (tmp_path / "lm" / "__init__.py").write_text("raise SystemExit('was imported')")
+    for path in (tmp_path / "train.py", tmp_path / "lm" / "train.py"):
+        path.write_text(OPTIONS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["plan", *target, option, value])
+    text = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert f"{' '.join(target)} has an option {option}, too" in text
+    assert f"behind --, as in: anybatch plan {' '.join(target)} -- {option} ..." in text
+
+
+def test_an_option_that_may_be_the_scripts_is_said_to_be_taken(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    taken = "--json was taken by anybatch check; options of the script stand behind --"
+    for words, says in (["--epochs", "3", "--json", "c.json"], True), (["--json", "c.json"], False):
+        done = forked_python.run([*ANYBATCH, "check", "train.py", *words], tmp_path)
+        assert (done.returncode, taken in done.stderr) == (0, says), done.stderr
+    (tmp_path / "arguments.py").write_text("p.add_argument('--json')", encoding="utf-8")
+    assert taken in forked_python.run([*ANYBATCH, "check", "train.py", "--json", "c.json"], tmp_path).stderr
+
+
+def test_a_folder_is_no_file_for_a_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("", encoding="utf-8")
+    done = CliRunner().invoke(main, ["plan", str(tmp_path / "train.py"), "-o", f"{tmp_path}/results/"])
+    assert (done.exit_code, "is the name of a folder" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "doctor", "tune"])
+def test_an_option_of_the_script_before_it_is_said_to_stand_behind_it(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("", encoding="utf-8")
+    done = CliRunner().invoke(main, [verb, "--lr", "0.1", str(tmp_path / "train.py")])
+    text = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert f"options of the script stand behind it, as in: anybatch {verb} train.py --lr" in text
+    assert "Did you mean" not in text
+
+
+def test_an_empty_record_is_no_run(tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    record.write_text("")
+    done = CliRunner().invoke(main, ["report", str(record)])
+    assert (done.exit_code, "is empty" in done.output) == (2, True), done.output
+
+
 def test_what_is_no_script_is_said_to_be_none(tmp_path: Path) -> None:
     folder = CliRunner().invoke(main, ["doctor", str(tmp_path)])
     assert (folder.exit_code, "a folder without a __main__.py" in folder.output) == (2, True)

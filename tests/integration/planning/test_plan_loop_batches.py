@@ -53,6 +53,60 @@ def test_a_batch_that_the_forward_takes_out_of_all_samples_is_the_batch(
     exec(compile(after, "after.py", "exec"), {"__name__": "after"})
 
 
+TAUGHT = """
+teacher = whole(nn.Linear(8, 4))
+for i in range(3):
+    with torch.no_grad():
+        t = teacher(inputs)
+    out = model(inputs)
+    loss = (out - t).square().mean() + (out - targets).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_computed_from_all_samples_before_the_forward_is_cut_with_them() -> None:
+    step = found(TAUGHT)
+    assert step._step.batch_text == "(inputs, t, targets)"
+    after = step.with_change({}, {"memory": None})["after"]
+    assert "    step((inputs, t, targets))\n" in after
+    exec(compile(after, "after.py", "exec"), {"__name__": "after"})
+
+
+def test_what_is_taken_of_a_loader_is_not_joined_by_a_table_of_as_many_rows() -> None:
+    step = found("""
+table = torch.zeros(256, 4).double()
+for x, y in loader:
+    optimizer.zero_grad()
+    t = y * 2
+    loss = (model(x) - t + table[0]).square().mean()
+    loss.backward()
+    optimizer.step()
+""")
+    assert step._step.batch_text == "(t, x)"
+
+
+MIXED = """
+for x, y in loader:
+    order = torch.randperm(len(x))
+    mixed = 0.5 * x + 0.5 * x[order]
+    optimizer.zero_grad()
+    out = model(mixed)
+    loss = (out - y).square().mean() + (out - y[order]).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_rows_that_the_forward_takes_by_their_numbers_in_the_batch_are_taken_before() -> None:
+    step = found(MIXED)
+    assert step._step.batch_text == "(mixed, y, y[order])"
+    assert "(out - y_2).square().mean()" in step._step.loss_text()
+    after = step.with_change({}, {"memory": None})["after"]
+    exec(compile(after, "after.py", "exec"), {"__name__": "after"})
+
+
 def test_all_optimizers_of_what_goes_back_are_of_the_step() -> None:
     step = found("""
 head = whole(nn.Linear(4, 4))

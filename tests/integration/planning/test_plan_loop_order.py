@@ -205,6 +205,68 @@ def test_a_count_is_taken_out_of_a_refusal_without_its_remark(remedy: str, count
     assert (proposed and proposed[1]) == count
 
 
+WEIGHED = """
+kinds = (targets[:, 0].long() + 2) % 4
+crit = nn.CrossEntropyLoss({}, ignore_index=3)
+fair = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0]).double())
+for epoch in range(2):
+    for x, y in [(inputs, kinds)]:
+        optimizer.zero_grad()
+        out = model(x) / 2**10
+        first = {}(out, y)
+        loss = first + model[0].weight.square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(first.item())
+"""
+WEIGHTS = "torch.tensor([1.0, 2.0, 0.5, 3.0]).double()"
+TOKENS, CLASSES = 'anybatch.count_tokens("1", ignore_index=3)', "lambda batch: crit.weight[batch[1]].sum()"
+
+
+def answered(text: str, count: str) -> dict[str, object]:
+    step = found(text)
+    assert step.counted(f"it is not. Instead:\n    count={count}\n") is not None
+    return step.with_change({"plan": {"chosen": {"micro_batch_size": 32}}}, {"memory": "free"})
+
+
+@pytest.mark.parametrize(("given", "count"), [("None", TOKENS), (WEIGHTS, f"{CLASSES} - 3 * (batch[1] == 3).sum()")])
+def test_a_term_that_is_read_is_weighed_by_the_count_of_the_loss(given: str, count: str) -> None:
+    text = WEIGHED.format(given, "crit")
+    before = run(HEAD + text, "before.py")["seen"]
+    answer = answered(text, count)
+    after = str(answer["after"]).replace('memory="free"', "micro_batch_size=32")
+    assert "anybatch.Mean(first * items, items)" in after, answer["trouble"]
+    assert run(after, "after.py")["seen"] == pytest.approx(before, rel=2e-7)  # the loop reads a float32
+
+
+def test_a_term_with_items_of_its_own_is_not_weighed_by_those_of_the_loss() -> None:
+    answer = answered(WEIGHED.format("None", "fair"), TOKENS)
+    assert "not the mean over the" in str(answer["trouble"])
+    assert not answer["change"]
+
+
+@pytest.mark.parametrize("count", ["lambda batch: others.weight[batch[1]].sum()", "lambda batch: out[batch[1]].sum()"])
+def test_a_count_of_names_that_the_loop_does_not_have_is_not_taken(count: str) -> None:
+    assert found(WEIGHED.format("None", "crit")).counted(f"Instead:\n    count={count}\n") is None
+
+
+def test_the_class_weights_of_a_script_are_found_where_the_count_needs_them() -> None:
+    call = found(WEIGHED.format(WEIGHTS, "crit")).counted(f"Instead:\n    count={CLASSES}  # the weights\n")
+    assert call is not None
+    labels = call.batch[1]
+    assert call.options["count"](call.batch) == call.options["count"]((None, labels[:100])) + call.options["count"](
+        (None, labels[100:])
+    )
+
+
+def test_two_losses_of_one_update_are_to_be_returned_in_a_mapping() -> None:
+    text = epochs().replace("loss.backward()", "{}; loss.backward()")
+    one = found(text.format("model(x).abs().mean().backward()"))
+    assert "calls backward() twice for one update (line 29); have one loss function return both" in one._trouble
+    with pytest.raises(StepUnclear, match=r"arguments to backward.* have one loss function return them in a mapping"):
+        found(text.replace("; ", "\n        ").format("out.abs().mean().backward(retain_graph=True)"))
+
+
 def test_a_name_within_the_backward_is_refused() -> None:
     with pytest.raises(StepUnclear, match="gives the loss a name within its backward"):
         found(epochs().replace("loss.backward()", "(goal := loss * 2).backward()"))

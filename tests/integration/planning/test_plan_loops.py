@@ -15,7 +15,8 @@ import anybatch
 import forked_python
 from anybatch import interception
 from anybatch.cli.plan_loops import FoundStep
-from anybatch.doctor.loopsteps import StepUnclear, inputs_of, step_at
+from anybatch.doctor.loopnames import inputs_of
+from anybatch.doctor.loopsteps import StepUnclear, step_at
 from anybatch.planning.entrance import plan
 from plan_loop_scripts import HEAD, Stop, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE

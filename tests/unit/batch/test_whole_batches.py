@@ -157,6 +157,16 @@ def joined(model: Any, window: Any) -> list[Any]:
     return reference.gradients_of(model)
 
 
+def test_a_loader_is_to_be_iterated_over() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 3)), batch_size=2)
+    model = nn.Linear(3, 1)
+    step = anybatch.TrainStep(
+        model, lambda model, batch: model(batch[0]).mean(), torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=2
+    )
+    with pytest.raises(BatchError, match="the batch is a DataLoader; iterate over it, as in: for"):
+        step(loader)
+
+
 def test_a_window_of_them_is_weighed_by_the_count() -> None:
     model, window = model_of(), graphs_in_window()
     expected = joined(model, window)

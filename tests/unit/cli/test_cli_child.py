@@ -1,7 +1,10 @@
 """What is shown of an error of a script, which a child process met within the library."""
 
 import traceback
+from functools import partial
 from typing import Any
+
+import torch
 
 from anybatch.cli import child
 
@@ -71,6 +74,17 @@ def test_what_the_library_tried_before_is_not_shown() -> None:
     assert "ValueError" not in text
     assert "made.py" not in text
     assert text.count("Traceback") == 1
+
+
+def of_torch() -> None:
+    MADE["runs"](partial(torch.nn.functional.layer_norm, torch.zeros(2, 3), [4]))
+
+
+def test_what_the_library_looks_at_an_operation_with_is_not_shown() -> None:
+    text = shown(of_torch)
+    assert "in of_torch" in text
+    assert "made.py" not in text
+    assert "functional.py" not in text
 
 
 def test_errors_that_are_the_cause_of_each_other_end() -> None:

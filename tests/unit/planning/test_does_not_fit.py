@@ -44,6 +44,13 @@ WAY = re.compile(r"(batch_norm=\"\w+\"|autocast=torch\.\w+|torch\.optim\.SGD wit
                  r"anybatch\.freeze\(model, \"[^\"]+\"\)) needs ([\d.]+ \w+)")  # fmt: skip
 
 
+@pytest.mark.parametrize("memory", [8, "8"])
+def test_a_budget_of_few_bytes_is_said_to_have_no_unit(memory: Any) -> None:
+    model = rows()
+    with pytest.raises(anybatch.DoesNotFit, match=r'a number without a unit is one of bytes; is "8GiB" meant\?'):
+        anybatch.plan(model, loss_fn, CASES["SGD"][1], torch.optim.SGD(model.parameters()), memory=memory)
+
+
 def refused(name: str) -> anybatch.DoesNotFit:
     make, batch, optimizer, memory = CASES[name]
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from anybatch.errors import BatchError
 from anybatch.options import check_plan
+from anybatch.planning import devices
 from anybatch.planning.devices import Target, budget_of, margin_of, segments_expand, target_of
 from anybatch.records.plans import CONFIDENCES, Confidence
 from anybatch.units import format_bytes, parse_bytes
@@ -143,6 +144,13 @@ def test_other_targets() -> None:
 def test_what_is_no_device_is_refused(device: Any) -> None:
     with pytest.raises(BatchError, match="device="):
         target_of(device, CPU)
+
+
+def test_what_is_kept_free_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    devices._tell_margin.cache_clear()
+    with caplog.at_level("INFO", logger="anybatch.planning.devices"):
+        assert len({devices.usable_bytes(2**30, CARD, "predicted") for _ in range(3)}) == 1
+    assert caplog.text.count("of the budget is kept free") == 1
 
 
 @pytest.mark.parametrize("confidence", CONFIDENCES)
