@@ -82,6 +82,11 @@ class Layered(nn.Module):
         return result
 
 
+def _from_centres(made: torch.Tensor) -> torch.Tensor:
+    groups = made.view(4, -1, made.shape[1])
+    return -torch.cdist(groups, groups.mean(1)[None].expand(4, -1, -1)).reshape(-1, 4)
+
+
 class Masked(nn.Module):
     """Hides some tokens, and gives the loss of what it makes of them."""
 
@@ -173,6 +178,13 @@ def _sound(given: Given) -> Cases:
         "stateful": lambda: Recorder(Stateful(), rows),
         "dropout": lambda: Recorder(nn.Sequential(LIN(6, 9), nn.Dropout(), LIN(9, 2)), rows),
         "loss": lambda: Recorder(Masked(batch_first=True), tokens),
+        "causal, shifted in a loss": lambda: Recorder(
+            Made(lambda m, t: F.cross_entropy(m[0](t)[:, :-1].flatten(0, 1), t[:, 1:].flatten()), Attention(True)),
+            tokens, facts=SHIFTED,
+        ),
+        "loss of statistics": lambda: Recorder(
+            Made(lambda m, x: F.mse_loss(m[0](x).T @ m[0](x) / len(x), torch.eye(4)), LIN(6, 4)), rows
+        ),
         "loss of rows": lambda: Recorder(
             Made(lambda m, x: F.mse_loss(m[0](x), x[:, :1]), LIN(6, 1)), rows
         ),
@@ -210,6 +222,14 @@ def _meant(given: Given) -> Cases:
         "lstm with a state, time first": lambda: Recorder(
             Made(lambda m, x: m[0](x, (m[1](torch.arange(x.shape[1])[None] * 0), x.new_zeros(1, x.shape[1], 6)))[0],
                  nn.LSTM(6, 6), nn.Embedding(30, 6)), steps,
+        ),
+        "lstm with a table of the samples, time first": lambda: Recorder(
+            Made(lambda m, x, who: m[0](x + m[1](who))[0], nn.LSTM(6, 6), nn.Embedding(30, 6)),
+            steps, torch.arange(steps.shape[1]),
+        ),
+        "groups of rows in a loss": lambda: Recorder(
+            Made(lambda m, x: F.cross_entropy(_from_centres(m[0](x)), torch.arange(4).repeat_interleave(4)), LIN(6, 5)),
+            rows,
         ),
         "transformer with places, time first": lambda: Recorder(
             Made(lambda m, x: m[0](x + m[1](torch.arange(len(x)))[:, None]), nn.TransformerEncoderLayer(6, 2, 8),

@@ -102,6 +102,19 @@ def test_probabilities_that_are_compared_along_two_axes_are_told(dims: tuple[int
     assert answer(distils, "compared axes") == expected
 
 
+def test_two_directions_of_one_matching_are_compared_as_is_meant() -> None:
+    def matches() -> None:
+        net, other = nn.Linear(6, 4), nn.Linear(6, 4)
+        optimizer = torch.optim.Adam([*net.parameters(), *other.parameters()])
+        for _ in range(4):
+            scores = net(torch.randn(16, 6)) @ other(torch.randn(16, 6)).T
+            optimizer.zero_grad()
+            F.mse_loss(scores.softmax(1), scores.softmax(0)).backward()
+            optimizer.step()
+
+    assert answer(matches, "compared axes") == "no"
+
+
 def test_attention_weights_over_the_batch_are_told_behind_the_time() -> None:
     assert answer(lambda: attends(0, time_first=True), "softmax axis") == "yes"
     assert answer(lambda: attends(1, time_first=True), "softmax axis") == "no"

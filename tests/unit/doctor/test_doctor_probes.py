@@ -54,13 +54,20 @@ def test_samples_that_do_not_mix_are_cleared(name: str) -> None:
     assert found["modes"].answer == "no"
 
 
+@pytest.mark.parametrize("name", ["causal, shifted in a loss", "loss of statistics"])
+def test_a_model_that_gives_a_loss_of_parts_is_not_accused(name: str) -> None:
+    found = answers(name)
+    assert "yes" not in (found["time"].answer, found["input"].answer, found["batch"].answer), found
+
+
 def test_a_model_that_gives_its_loss_is_cleared_by_what_the_loss_compares() -> None:
     assert answers("loss")["batch"].answer == "no"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["no statistics", "time first", "lstm with a state, time first", "transformer with places, time first",
+    ["no statistics", "time first", "lstm with a state, time first",
+     "lstm with a table of the samples, time first", "groups of rows in a loss", "transformer with places, time first",
      "attention over time, time first", "transformer, time first", "graph",
      "graph, normalised", "edges", "set attention", "centred", "one row"],
 )  # fmt: skip

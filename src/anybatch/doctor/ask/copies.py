@@ -340,7 +340,9 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         if not training and own and len(batches) < 2:
             yield told("scaled apart", own[0], root=root, rows=own[0].rows, columns=own[0].shape[0])
         far = _FAR_APART if evaluated else _FAR_ALONE
-        evaluated = evaluated or [one for one in given if one.rows == 1]
+        evaluated = evaluated or [one for one in given if one.rows == 1 and one.std > 0]
+        if len({(one.mean, one.std) for one in evaluated}) < 2 and far == _FAR_ALONE:
+            continue
         if training or len(trained) < 3 or not evaluated or trained[0].symbols:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:

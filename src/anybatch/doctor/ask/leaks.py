@@ -55,9 +55,11 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
-    is_sample = _rows_are_samples(run, inputs) or _numbers_places(first, guilty, inputs)
+    is_sample = _rows_are_samples(run, inputs) or _numbers_places(first, guilty, trial, inputs)
     evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample, "square": is_square}
     reason = _may_be_meant(trial, op, inputs, is_sample)
+    if not reason and trial.gives_loss and op in _MOVING:
+        reason = "a loss may compare rows with one another"
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
     return told("batch", guilty, root=root, answer="unknown" if reason else "yes", detail=reason, **evidence)
@@ -196,14 +198,32 @@ def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
     return longer and any(one.target_shape in ((row,), (row, 1)) for one in run.of(LossCall) for row in rows)
 
 
-def _numbers_places(operations: Operations, until: Operation | None, inputs: Inputs) -> bool:
+def _beside(inputs: Inputs) -> Inputs:
+    """The same with the places of dim 1 turned, and what else has a row for each of them."""
+    width = inputs.by_rows()[0].shape[1]
+
+    def turned(one: torch.Tensor) -> torch.Tensor:
+        dim = next((dim for dim, size in enumerate(one.shape[:2]) if size == width), None)
+        return one if dim is None else one.roll(1, dim)
+
+    return inputs.changed(turned)
+
+
+def _numbers_places(operations: Operations, until: Operation | None, trial: Trial, inputs: Inputs) -> bool:
     """Whether the places of dim 1 are numbered: something embedded, or cut out of a table, is one for all rows."""
     first = inputs.by_rows()[0]
     if until is None or first.dim() < 2 or first.shape[0] == first.shape[1]:
         return False
     before = list(itertools.takewhile(lambda one: one is not until, operations.seen))
     joined = {each.shape[2:] for one in before for each in one.results if each.shape[:2] == first.shape[:2]}
-    tables = (each for one in before if one.name in _LOOKING_UP for each in one.results if each.dim() in (2, 3))
+    turned = trial.operations(_beside(inputs))[1].seen
+    tables = (
+        each
+        for one, two in zip(before, turned, strict=False)
+        if one.name in _LOOKING_UP and one.name == two.name
+        for each, again in zip(one.results, two.results, strict=False)
+        if each.dim() in (2, 3) and torch.equal(each, again)
+    )
     return any(
         one.shape[-2] == first.shape[1] and one.shape[-1:] in joined and one.shape[:-2].numel() == 1
         and not torch.equal(one[..., 0, :], one[..., -1, :])
@@ -336,7 +356,10 @@ def leaking(trial: Trial, run: Run, root: int) -> Probed:
     after = trial.forward(changed)
     counted = _counted(inputs, tokens, rows)
     counted[:, :start] = False  # what comes out at a prompt is in no loss, and may see all of it
-    verdicts = [v for a, b in pairs_of(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
+    pairs = [
+        (a, b) for a, b in pairs_of(before, after) if length in a.shape or (a.dim() and len(a) % tokens.numel() == 0)
+    ]
+    verdicts = [v for a, b in pairs if (v := _only_later(a, b, length, cut, counted)) is not None]
     if not verdicts:
         raise Unknown("no output has a place for each token")
     if all(verdicts):
@@ -442,6 +465,8 @@ def ignored(trial: Trial, run: Run, root: int) -> Probed:
     turned = inputs.changed(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == inputs.rows else one)
     before, after = trial.forward(inputs), trial.forward(turned)
     outputs = [(a, b) for a, b in pairs_of(before, after) if a.is_floating_point() and a.dim() and a.numel() > 1]
+    if trial.gives_loss:
+        outputs = [(_but_filled(a), _but_filled(b)) for a, b in outputs if len(a) % inputs.rows == 0]
     if not outputs:
         raise Unknown("the model gives no tensor of real numbers")
     size = max(float(a.double().abs().max()) for a, _ in outputs)

@@ -183,7 +183,7 @@ class Trial:
         self._modules = list(named.values())
         self._parameters = list({id(p): p for p in self.module.parameters()}.values())
         self._random = RandomState({p.device for p in self._parameters})
-        self._gives_loss = False
+        self.gives_loss = False
         self._sides: list[int] = []
 
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
@@ -202,15 +202,15 @@ class Trial:
 
     def _run(self, given: Inputs, watch: Any) -> Any:
         with ExitStack() as stack:
-            scores = stack.enter_context(_Scores(self._sides)) if self._gives_loss else None
+            scores = stack.enter_context(_Scores(self._sides)) if self.gives_loss else None
             if watch is not None:
                 stack.enter_context(self.running.attached())
                 stack.enter_context(watch)
             result = self.module(*given.args, **given.kwargs)
         if scores is not None and scores.seen:
             return scores.seen
-        if not self._gives_loss and (made := tensors(result)) and not any(one.dim() for one in made):
-            self._gives_loss = True
+        if not self.gives_loss and (made := tensors(result)) and not any(one.dim() for one in made):
+            self.gives_loss = True
             self._random.restore()
             with torch.enable_grad(), _Scores() as found:
                 self.module(*given.args, **given.kwargs)

@@ -127,7 +127,11 @@ def compared_axes(step: Step) -> Iterator[Probed]:
         elif operation.kind in _OF_DISTRIBUTIONS and len(given) > 1 and step.needed & set(operation.outs):
             pair = [along.get(one) or (operation, _axis_of(step, one)) for one in given[:2]]
             dims = {dim for _, dim in pair}
-            if len(dims) == 2 and min(dims) == 0 and step.values[given[0]].shape == step.values[given[1]].shape:
+            shapes = {step.values[one].shape for one in given[:2]}
+            is_of_pairs = any(
+                one[0] == one[1] for one in shapes if len(one) == 2
+            )  # of rows with rows, in two directions
+            if len(dims) == 2 and min(dims) == 0 and len(shapes) == 1 and not is_of_pairs:
                 yield said(next(one for one, dim in pair if dim == 0), op=operation.name, dim=0, other=max(dims))
 
 

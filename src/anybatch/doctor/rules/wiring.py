@@ -531,7 +531,7 @@ def _keeps_shape(run: Run, root: int, name: str) -> bool:
     return False
 
 
-@rule("AB114", "FROZEN_AT_ZERO", "info", needs=(Stepped,))
+@rule("AB114", "FROZEN_AT_ZERO", "info", explains=("FREEZE_TOO_MUCH",), needs=(Stepped,))
 def frozen_at_zero(run: Run) -> Iterator[Found]:
     """Matrices that are zero and frozen."""
     step = next(run.of(Stepped))
