@@ -14,6 +14,7 @@ from anybatch.records.certificates import Reason
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
+_BEFORE = "batch = prepare(batch); step(batch)"
 _CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
 _BY_THE_FIRST = (
     "by the samples that it is given: with the whole batch by all of them, in a split by those of the first "
@@ -160,12 +161,20 @@ CAUSES: dict[str, Cause] = {
         "not-additive",
         "The loss does not add up over samples: no weights of its parts give the whole, though every module gives each "
         "sample the same. It holds several means with different denominators in one sum, a ratio of means (maybe "
-        "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
+        "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch, "
+        "such as that by which targets or advantages are normalised.",
         (
             WHOLE,
             COUPLED,
+            _BEFORE + "  # normalise what needs no model, such as targets, before the batch is split",
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
+    ),
+    "one count": Cause(
+        "count",
+        "The loss function gives the losses {names!l}, and one count= weighs all of them, by which their parts do not "
+        "make up the whole: each may be a mean over other items, and count= takes a mapping, with one entry for each.",
+        ("count={line}  # what each of them divides by",),
     ),
     "rounding": Cause(
         "not-additive",
@@ -200,11 +209,7 @@ CAUSES: dict[str, Cause] = {
         "The loss applies {operation} to what the samples give together, such as their mean. On the samples that were "
         "compared micro-batches give the whole batch's gradient; they give another one as soon as one of them lies on "
         "one side of the bound and the whole batch on the other.",
-        (
-            "loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean",
-            WHOLE,
-            COUPLED,
-        ),
+        ("loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean", WHOLE, COUPLED),
     ),
     "encode": Cause(
         "not-additive",
@@ -216,7 +221,7 @@ CAUSES: dict[str, Cause] = {
         "not-additive",
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
         "for the same samples, such as when they are normalised by the batch, mixed, or cut to the longest of them.",
-        (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
+        (WHOLE, _BEFORE + "  # couple the samples before the batch is split"),
     ),
     "unexplained": Cause(
         "not-additive",
@@ -258,6 +263,16 @@ CAUSES: dict[str, Cause] = {
             "return anybatch.Mean(total, items), state  # and not total / items, where a chunk may have fewer items",
             'return loss, {{"hidden": hidden, "steps": state["steps"] + x.shape[1]}}  # a position that goes on',
             "anybatch.OverTime(..., prepare=...)  # what is computed from all steps at once",
+        ),
+    ),
+    "time of the state": Cause(
+        "time",
+        "The loss of a chunk does not depend on the state that the chunk before it has handed on: {what}. Each chunk "
+        "begins as the first one does, and in chunks of {other} steps the loss is {loss_error:.2g} off.",
+        (
+            'hidden, state = model.rnn(chunk["x"], state)  # the state goes in, and a new one comes out',
+            "return loss, state  # the new one",
+            "anybatch.OverTime(chunk_loss, lambda model, batch: (), ...)  # if chunks are to know nothing of others",
         ),
     ),
     "time of the gradient": Cause(

@@ -102,7 +102,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     with surroundings():
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
-        if over_time is not None and (over_time[1] is not None or len(split.parts) < 2):
+        if over_time is not None and (over_time[0].outcome == "not exact" or len(split.parts) < 2):
             return replace(over_time[0], update=update), over_time[1], Seen()
         prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
@@ -120,6 +120,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof = replace(with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
+    if proof.exact and reason is None and over_time is not None:
+        reason = over_time[1]  # chunks that may be part of the loss, of which a warning tells
     return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
 
 

@@ -53,17 +53,23 @@ class Boundary:
         self._scaler, self._clip_norm, self._schedulers = scaler, clip_norm, schedulers
         self._watches: list[OptimizerWatch] = []
         self._parameters: Sequence[torch.Tensor] = ()
+        self._clipped: Sequence[torch.Tensor] = ()
         self.is_committed = self._scales = False
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins a logical batch: nothing is committed yet."""
+    def begin(self, parameters: Sequence[torch.Tensor], *, clipped: Sequence[torch.Tensor]) -> None:
+        """Begins a logical batch: nothing is committed yet.
+
+        Args:
+            parameters: all that get a gradient.
+            clipped: those of them that the norm is of.
+        """
         self.is_committed = False
         self._watches = []
-        self._parameters = parameters
+        self._parameters, self._clipped = parameters, clipped
         self._scales = self._scaler is not None and bool(self._scaler.is_enabled())
 
     def zero_(self) -> None:
@@ -92,7 +98,7 @@ class Boundary:
         if self._clip_norm is None:
             return None
         progress.text = "clipping"
-        return clip_(self._parameters, self._clip_norm)
+        return clip_(self._clipped, self._clip_norm)
 
     def skip_if_infinite(self, progress: Progress) -> str:
         """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
