@@ -44,6 +44,7 @@ import anybatch
 CLIP_NORM = 1.0
 ENDLESS = 10**9
 BUILDS = 5
+WARM_UP = 10  # updates; a split is proved before the first one, and again before the ninth
 HAND = "hand-written"
 FEEDS = ("loaders", "bare")
 NOTES = (
@@ -214,7 +215,7 @@ def measure(sides: dict[str, Side], pairs: int, block_seconds: float, device: to
         The pairs of each side but the hand-written one.
     """
     for side in sides.values():
-        side.run(3)
+        side.run(WARM_UP)
     hand = sides[HAND]
     steps = max(1, round(block_seconds / seconds(lambda: hand.run(3), device) * 3))
     gc.collect()

@@ -11,7 +11,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.engine import Engine
-from anybatch.errors import LossError, NotSplittable
+from anybatch.errors import NotSplittable
 from anybatch.interception import gradients_aside
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
@@ -24,7 +24,7 @@ from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.update.batchnorm import refuse_to_split
 from anybatch.update.passes import Outcome, Progress, Task, run_pass
-from anybatch.update.refusals import Cause
+from anybatch.update.refusals import Cause, unused
 from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import Retries, Snapshot
 
@@ -323,10 +323,7 @@ def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] 
             return
         wanted += 1
     if wanted:
-        raise LossError(
-            f"the loss gave no gradient to any of the {wanted} parameters of {type(model).__name__}; "
-            "expected a loss that is computed with the model that is passed to loss_fn, not with another one"
-        )
+        raise unused(model, wanted, are_inputs=inputs is not None)
 
 
 def _trained(*owners: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -248,6 +248,13 @@ class Splittable:
         found.batches = list(split(found.layouts[0], [len(samples)]))
         return found
 
+    def collated_from_copies(self) -> "Splittable":
+        """The same logical batch, of whose raw samples ``collate`` gets copies, which it may write to."""
+        found, collate = copy.copy(self), self.collate
+        if collate is not None:
+            found.collate = lambda samples: collate([writable(one) for one in samples])
+        return found
+
     def joined(self, batches: Sequence[Any]) -> Any:
         """Joins other batches of this layout into one."""
         options = {"broadcast": self.broadcast, "collate": self.collate}
@@ -263,7 +270,8 @@ class Splittable:
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
         if self.collate is not None:
-            found: Iterator[Any] = (self.collated(part) for part in parts)
+            own = partial(writable, arrays_only=True) if self.are_arrays_copied else own_containers
+            found: Iterator[Any] = (self.collated(part, own) for part in parts)
         elif len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
             found = iter(_cut(self.layouts[0].root, [*map(len, map(attrgetter("samples"), parts))]))
         else:

@@ -1,15 +1,10 @@
 """What a check and a proof say: every cause once, with its text and the lines that help."""
 
 import dataclasses
-import math
-import string
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from anybatch.checking.wording import TEXT
 from anybatch.records.certificates import Reason
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
@@ -26,17 +21,6 @@ _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
     "step(batch)\n    {code} += 1  # here, once, and not in the loss",
 )
-
-
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error in one line, with the user's own line that it came of, where its traceback has one."""
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    first, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
 
 
 class Cause(NamedTuple):
@@ -84,7 +68,7 @@ CAUSES: dict[str, Cause] = {
     "not examined": Cause("not-examined", "Not examined: {what} ({text})."),
     "value": Cause(
         "value",
-        "The gradient is the whole batch's, but the value of the loss is {loss_error:.2g} off in micro-batches: it "
+        "The gradient is the whole batch's, but the value of the loss is {off} in micro-batches: it "
         "holds a term without gradient that does not add up over samples.",
     ),
     # a part that does not run
@@ -173,8 +157,9 @@ CAUSES: dict[str, Cause] = {
     "one count": Cause(
         "count",
         "The loss function gives the losses {names!l}, and one count= weighs all of them, by which their parts do not "
-        "make up the whole: each may be a mean over other items, and count= takes a mapping, with one entry for each.",
-        ("count={line}  # what each of them divides by",),
+        "make up the whole: each may be a mean over other items, and count= takes a mapping, with one entry for each. "
+        "Or one of them compares samples, or is a statistic of the batch.",
+        ("count={line}  # what each of them divides by", WHOLE, COUPLED),
     ),
     "rounding": Cause(
         "not-additive",
@@ -255,7 +240,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "time": Cause(
         "time",
-        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
+        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:off}. "
         "`chunk_loss` sees the steps of its chunk only. Hand on in the state what it needs of earlier ones, such as a "
         "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items. Chunks of "
         "{length} steps may be part of the loss: then this is as it should be.",
@@ -460,6 +445,17 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
+    "one size": Cause(
+        "state",
+        "Only micro-batches of {size} samples run, and give something else one after the other than in another order, "
+        "{error:off}: what the samples of one leave, such as a hidden state, goes on with those of the next. Give each "
+        "sample its own, as data.",
+        (
+            'batch["state"] = state  # a row for each sample; once, after the step: state = out.metrics["state"]',
+            'return loss, {{"state": new}}  # in the loss, which reads batch["state"]',
+            WHOLE,
+        ),
+    ),
     "shared state": Cause(
         "state",
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
@@ -527,38 +523,31 @@ CAUSES: dict[str, Cause] = {
             'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
         ),
     ),
+    "drawn together": Cause(
+        "not-additive",
+        "Samples meet others of the batch in the loss by random numbers of NumPy, Python or a generator of its own, as "
+        "by np.random.permutation, or it divides by a number of items that is drawn.",
+        (
+            WHOLE,
+            "batch = prepare(batch); step(batch)  # draw, and mix samples, before the batch is split",
+            "return anybatch.Mean(total, items)  # and not total / items, where items are drawn",
+        ),
+    ),
     "not held": Cause(
         "random",
-        "The model or the loss draws random numbers that can't be held for each sample, from numpy, from Python or "
-        "from a generator of its own, so a split can't be compared with the whole batch. Draw them when the batch is "
-        "made, or with torch.",
+        "Random numbers of NumPy, Python or a generator of the user's own can't be held for each sample, so a split "
+        "can't be compared with the whole batch. Draw them when the batch is made, or with torch.",
         ("batch['noise'] = torch.rand(len(batch['x']))  # before step(batch)",),
     ),
 }
-
-
-def how_far(error: float) -> str:
-    """How far one gradient or loss is off another, in words."""
-    return f"{error:.2g} off" if math.isfinite(error) else "one is not finite"
-
-
-class _Text(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        return how_far(value) if format_spec == "off" else super().format_field(value, format_spec)
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        return listed(value) if conversion == "l" else super().convert_field(value, conversion)
-
-
-_TEXT = _Text()
 
 
 def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None = None, **said: Any) -> Reason:
     """Words a cause, by its key in ``CAUSES``; its text may name the evidence, and what else is said."""
     code, text, remedies = CAUSES[cause]
     fields = {**(evidence or {}), **said}
-    lines = tuple(_TEXT.vformat(line, (), fields) for line in remedies)
-    return Reason(code, where, _TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
+    lines = tuple(TEXT.vformat(line, (), fields) for line in remedies)
+    return Reason(code, where, TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
 
 
 def seeded(operations: Iterable[str]) -> Reason:
@@ -570,7 +559,7 @@ def seeded(operations: Iterable[str]) -> Reason:
 def unexplained(error: float, failure: BaseException) -> Reason:
     """Says that samples give something else in parts where the explanation itself fails, without what words others."""
     failed = f"{type(failure).__name__}: {failure}"
-    message = _TEXT.vformat(CAUSES["unexplained"].text, (), {"error": error})
+    message = TEXT.vformat(CAUSES["unexplained"].text, (), {"error": error})
     return dataclasses.replace(
         _UNEXPLAINED, message=f"{message} (What explains it failed with {failed})",
         evidence={"error": error, "failed": failed},
@@ -588,12 +577,6 @@ def explained(error: float, explain: Callable[[], Reason]) -> Reason:
 _UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])
-
-
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:
     """Adds to a reason: to its message, other numbers, and before its own lines those that help more."""
     return dataclasses.replace(
@@ -602,8 +585,3 @@ def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidenc
         remedies=(*before, *found.remedies),
         evidence={**found.evidence, **evidence},
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -15,9 +15,10 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.batch.trees import flat, map_leaves
-from anybatch.checking.causes import in_one_line, is_own, reason, unexplained
+from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
+from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import Rig
 from anybatch.checking.trial import Found, Trial
@@ -103,7 +104,7 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> _Shown:
         worst = off if loss.mode == "truncated" else max(error, off)
         if worst <= least or not math.isfinite(worst):
             return _Shown(None, worst, least)
-        evidence = {"error": worst, "loss_error": off, "length": length, "other": other}
+        evidence: dict[str, Any] = {"error": worst, "loss_error": off, "length": length, "other": other}
         if off <= least:
             is_exact = loss.mode == "exact"
             return _Shown(reason("time of the gradient", "chunk_loss", evidence), worst, least, stops=is_exact)

@@ -21,12 +21,13 @@ from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.checking.state import Buffers, State
+from anybatch.checking.wording import how_far
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.update.passes import Task
-from anybatch.update.refusals import without_statistics
+from anybatch.update.refusals import unused, without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
@@ -87,8 +88,18 @@ def _of_one(splittable: Splittable) -> Splittable:
 def _examined(task: Task, total: int) -> Certificate:
     with ExitStack() as stack:
         rig, whole, refused = opened(task, stack)
-        rig.check_gradient(whole)
+        _refuse_unused(rig, whole)
         return Examination(rig, whole, total, refused).certificate()
+
+
+def _refuse_unused(rig: Rig, whole: Outcome) -> None:
+    """Refuses a loss that gives no gradient to any parameter of the model, or to any of the inputs."""
+    model, inputs = rig.task.model, rig.task.settings.inputs
+    own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    pairs = zip(rig.parameters, whole.gradients, strict=True)
+    found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
+    if found and all(gradient is None for gradient in found):
+        raise unused(model, len(found), are_inputs=inputs is not None)
 
 
 def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
@@ -153,10 +164,17 @@ class Examination(Case):
         if names := self.rig.hooked_by_optimizers():
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
         if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
-            self.notes.append(reason("value", "loss", {"loss_error": comparison.loss_error()}))
+            self.notes.append(
+                reason(
+                    "value",
+                    "loss",
+                    {"loss_error": comparison.loss_error()},
+                    off=how_far(comparison.loss_error(), comparison.apart(self.tolerance)[1]),
+                )
+            )
         self.searched("bounds of what the samples give together", self._note_bound, None)
         self.searched("whether all samples weigh the same", self._note_even_batch, None)
-        return self._certificate(error, comparison.loss_error())
+        return self._certificate(error, comparison.loss_error(), *comparison.apart(self.tolerance))
 
     def _note_what_is_checked(self) -> None:
         rows, model = self.task.splittable.rows, type(self.task.model).__name__
@@ -169,7 +187,7 @@ class Examination(Case):
         if len(self.splits) == 1:
             self.notes.append(reason("one split", "batch", rows=rows))
 
-    def _certificate(self, error: float, loss_error: float) -> Certificate:
+    def _certificate(self, error: float, loss_error: float, apart: float = 0.0, loss_apart: float = 0.0) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
         return Certificate(
             model=type(self.task.model).__name__,
@@ -182,6 +200,8 @@ class Examination(Case):
             loss_error=loss_error,
             reasons=tuple(self.reasons),
             notes=tuple(self.notes),
+            apart=apart,
+            loss_apart=loss_apart,
         )
 
     def _reconsidered(self, comparison: Comparison) -> Comparison:

@@ -66,6 +66,13 @@ class Outcome:
         pairs = ((self.losses.get(name, 0.0), whole.losses[name]) for name in names or whole.losses)
         return max((relative(abs(one - value), abs(value)) for one, value in pairs), default=0.0)
 
+    def apart(self, whole: "Outcome", tolerance: float) -> tuple[float, float]:
+        """How far gradient and losses are from those of another run that are 0 within rounding; 0 of others."""
+        pairs = ((abs(self.losses.get(name, 0.0) - value), abs(value)) for name, value in whole.losses.items())
+        of_losses = max((off for off, value in pairs if value <= tolerance * off), default=0.0)
+        off = distance(self.gradients, whole.gradients)
+        return (off if whole.norm <= tolerance * off else 0.0), of_losses
+
     @property
     def is_finite(self) -> bool:
         """Whether losses and gradient are finite."""
@@ -88,6 +95,12 @@ class Comparison:
         """The relative error of the value of some losses, of all without names, in the worst split."""
         each = (outcome for _, outcome in self.each)
         return max(one.value_error(self.whole, *names) if isinstance(one, Outcome) else math.inf for one in each)
+
+    def apart(self, tolerance: float) -> tuple[float, float]:
+        """How far gradient and losses of the worst split are from the whole's that are 0 within rounding; else 0."""
+        each = [one.apart(self.whole, tolerance) for _, one in self.each if isinstance(one, Outcome)]
+        gradient, loss = (max(filter(math.isfinite, of), default=0.0) for of in zip((0.0, 0.0), *each, strict=True))
+        return gradient, loss
 
     @property
     def failures(self) -> list[tuple[Sequence[Part], Exception]]:

@@ -15,15 +15,18 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import COUPLED, WHOLE, how_far, in_one_line, is_own, more, seeded, unexplained
+from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
+from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
+from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
+from anybatch.checking.wording import how_far
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, as_coupled
@@ -54,10 +57,11 @@ _OTHERS = (
     "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
     "sample; what is drawn once for the batch, draw before the step"
 )
-_MEET = (
-    "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told from "
-    "numbers of each sample's own"
-)
+_MEET = {  # by whether they do
+    None: "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told "
+    "here from numbers of each sample's own",
+    False: "no sample was seen to meet another by these numbers, so that each micro-batch just draws its own",
+}
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
@@ -81,6 +85,7 @@ class Seen(NamedTuple):
     has_hooks: bool = False  # whether hooks or functions of the user's own may change gradients, which no value shows
     ranks: bool = False  # whether samples are put in an order, so that more of them may show something else
     room: int = 0  # bytes that samples with their gradients have taken
+    takes_hooks: bool = False  # whether a hook on the model is compiled with nothing
 
 
 def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | None, Seen] | None:
@@ -99,7 +104,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         note = "BatchNorm without running statistics sees other samples"
         return Proof("undecided", update=update, note=note), None, Seen()
-    with surroundings():
+    calls = CallsOf(task.model)
+    with surroundings(), calls.seen():
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
         if over_time is not None and (over_time[0].outcome == "not exact" or len(split.parts) < 2):
@@ -122,7 +128,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof, reason = until_crossed(proof, prover.bound)
     if proof.exact and reason is None and over_time is not None:
         reason = over_time[1]  # chunks that may be part of the loss, of which a warning tells
-    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, calls.take_hooks)
 
 
 def prove_among_many(split: Split) -> Found | None:
@@ -223,7 +229,7 @@ class _Prover:
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         if self._is_of_torch and uncut is None and not self._task.is_planned:
-            other = self._uncut() or _another_size(self._trial, self._split)
+            other = self._uncut() or _another_size(self._trial, self._split) or self._carried()
             if other is not None:
                 return other
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
@@ -246,6 +252,18 @@ class _Prover:
                 if found.is_none:
                     return runs[-1]
         return runs[0] if len(runs) == 1 else None
+
+    def _carried(self) -> Found | None:
+        """Whether micro-batches that can't be cut give something else one after the other than in another order."""
+        with tolerated():  # they may be of unlike sizes
+            cut = self._cuts.as_split()
+            difference = None if cut is None else self._trial.carries(cut)
+            if difference is not None and math.isfinite(difference.error) and not difference.is_none:
+                proof = difference.proof("not exact", "comparison")
+                return proof, worded(
+                    "one size", "model", {"error": difference.error, "order": True}, size=difference.cut.sizes[0]
+                )
+        return None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -427,9 +445,10 @@ class _Prover:
         reason = next((one for one in told if one.code not in _UNDECIDED), None)
         undecided = told[0] if told and reason is None else None
         if undecided is not None and undecided.code in ("not-finite", "random"):
-            if undecided.code == "not-finite" or difference.draws:
+            is_drawn = undecided.code == "random"
+            if not is_drawn or difference.draws:
                 proof = difference.proof("undecided", "", note=undecided.message)
-                return with_note(proof, _MEET) if undecided.code == "random" else proof, None
+                return with_note(proof, _MEET[undecided.evidence.get("meet")]) if is_drawn else proof, None
             reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
         is_of_chunk = reason is not None and isinstance(self._task.loss_fn, InPieces) and reason.code == "not-additive"
@@ -546,13 +565,15 @@ def refusal(
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
     found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({how_far(proof.error)})."
+        f"give another one as {sizes} than whole ({how_far(proof.error, proof.apart)})."
     )
     if proof.chunks:
         found = (
             f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
             f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(proof.error)})."
         )
+    if reason.evidence.get("order"):
+        found = found.replace("than whole", "than in another order")
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
     kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""

@@ -299,7 +299,7 @@ class Proofs:
         if not Replay.can_be(split, proof):
             own.unseen = even(task.splittable)
             self._watch(own, task, begins=True)
-        elif task.is_planned:
+        elif task.is_planned or not seen.takes_hooks:
             if proof.exact and proof.group == 1 and reason is None:
                 apart, own.unseen = looked_at_apart(split, proof, seen)
                 if apart is not None:

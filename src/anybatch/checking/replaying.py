@@ -144,13 +144,12 @@ class Replay:
         """Whether the loss may be seen so."""
         task = split.task
         splittable, model, loss_fn = task.splittable, task.model, task.loss_fn
-        is_plain = isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__
+        is_plain = isinstance(model, torch.nn.Module) and (
+            type(model).__call__ is torch.nn.Module.__call__ or type(model).__name__ == "OptimizedModule"
+        )
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
         is_whole = len(splittable.layouts) == 1 and splittable.obstacle is None
         is_of_pieces = isinstance(loss_fn, InPieces) or as_coupled(loss_fn) is not None
-        compiler = sys.modules.get("torch._dynamo.eval_frame")
-        if compiler is not None and any(one is not None for one in compiler.cached_backends.values()):
-            return False  # what is compiled would be compiled again, with the hook
         if task.settings.scaler is not None:
             return False  # in low precision rounding hides what is looked for
         is_alone = not task.settings.reducer.is_shared and len(split.parts) > 1
@@ -335,9 +334,12 @@ class Replay:
 
 
 def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | None, list[Unseen]]:
-    """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
+    """What the loss of a few samples shows before the step, where the outputs of all of them can't be kept in it."""
     task, parts = split.task, split.parts
-    few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
+    if not task.is_planned:
+        seen = seen._replace(room=sys.maxsize)  # more samples with their gradients were run just before
+    # Together half of a micro-batch, since what they give is kept.
+    few = len(parts[0].samples) // (2 * len(_FEW)) if task.is_planned else max(_FEW)
     # one sample tells nothing of what it is divided by
     wanted = [min(most, few) for most in _FEW] if few > 1 else (2, 2)
     sizes = tuple(min(most, len(part.samples)) for most, part in zip(wanted, parts, strict=False))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import random
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,8 +19,9 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.causes import in_one_line, reason
+from anybatch.checking.causes import reason
 from anybatch.checking.cuts import splits_of
+from anybatch.checking.failures import in_one_line
 from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of, reached_by
 from anybatch.checking.standins import DOUBLE, StandIns, Turns
@@ -79,7 +81,8 @@ class Rig:
     """
 
     def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
-        self.task, self.dtype, self.device = task, dtype, task.settings.device
+        self.task = replace(task, splittable=task.splittable.collated_from_copies())
+        self.dtype, self.device = dtype, task.settings.device
         self.roots = modules_of(task.model, task.loss_fn)
         self.modules = {
             f"{prefix}.{name}".strip("."): module
@@ -91,7 +94,7 @@ class Rig:
         self.stand_ins = (
             StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
         )
-        self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
+        self.effects = SideEffects([task.model, task.loss_fn, task.splittable.collate])  # what a run changes in Python
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
@@ -229,7 +232,7 @@ class Rig:
                 raise _OutsideLeaves(*found)
             return loss
 
-        return _with_each(self.task.loss_fn, look)
+        return with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
         """Puts the copied weights of recurrent networks in one chunk."""
@@ -262,6 +265,20 @@ class Rig:
         """
         of_torch, others = self._random.moved()
         return others or any(self.effects.drew()) or (torch_too and of_torch)
+
+    @contextlib.contextmanager
+    def drawn_on(self) -> Iterator[None]:
+        """Runs begin from another state of Python's and NumPy's generators in the block."""
+        before = self._random
+        before.restore()
+        random.random()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].random()
+        self._random = RandomState([self.device])
+        try:
+            yield
+        finally:
+            self._random = before
 
     def coupling(self) -> dict[str, torch.nn.Module]:
         """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
@@ -353,6 +370,8 @@ class Rig:
             parameter.grad = None
         self._restore_buffers()  # at which the power iterations of spectral norms begin
         self._random.restore()  # from which the seed of masks is drawn
+        if splittable.collate is not None:  # which may have generators of its own
+            self.effects.restore()
         with self.stand_ins or contextlib.nullcontext():
             weights, sums = run_pass(task, parts, self.parameters, Progress())
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
@@ -377,19 +396,6 @@ class Rig:
         finally:
             for parameter, values in zip(self.parameters, before, strict=True):
                 parameter.data = values
-
-    def check_gradient(self, whole: Outcome) -> None:
-        """Refuses a loss that gives no gradient to any parameter of the model."""
-        model, inputs = self.task.model, self.task.settings.inputs
-        own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-        pairs = zip(self.parameters, whole.gradients, strict=True)
-        found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
-        if found and all(gradient is None for gradient in found):
-            kind = f"{len(found)} parameters of {type(model).__name__}" if inputs is None else f"{len(found)} inputs"
-            raise LossError(
-                f"the loss gave no gradient to any of the {kind}; expected a "
-                "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
-            )
 
 
 @dataclass
@@ -480,10 +486,10 @@ def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> Los
         factor = factor_of(name)
         return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
 
-    return _with_each(loss_fn, times)
+    return with_each(loss_fn, times)
 
 
-def _with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> LossFunction:
+def with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> LossFunction:
     """A loss function that gives what a function makes of each loss of another."""
 
     def evaluate(model: Any, batch: Any) -> Any:

@@ -15,8 +15,10 @@ from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
 from anybatch.checking.averages import Averages, does_not_add_up
 from anybatch.checking.causes import more, reason
+from anybatch.checking.collated import Draws, padded_or_drawn
 from anybatch.checking.cuts import placed_one_by_one
 from anybatch.checking.gradients import Comparison, Outcome, distance
+from anybatch.checking.meeting import meets
 from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Case, muted, scaled
 from anybatch.checking.state import shown_iterators
@@ -38,6 +40,8 @@ def searched(case: Case, comparison: Comparison) -> list[Reason]:
         nothing: list[Reason] = []
         if found := case.searched(what, lambda search=search: search(case, comparison), nothing):  # type: ignore[misc]
             return found
+        if comparison.error <= case.tolerance:  # as it turned out
+            return []
     return [does_not_add_up(case.rig.task, list(comparison.whole.losses))]
 
 
@@ -107,7 +111,8 @@ def _moving(case: Case, _: Comparison) -> list[Reason]:
     errors = [case.rig.run().error(first) for _ in range(2)]
     differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
     if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
-        return [reason("not held")]
+        met = meets(case)
+        return [reason("drawn together") if met else reason("not held", "loss", {"meet": met})]
     where, what = shown_iterators(case.rig.effects.found())
     return [reason("moves", where, {"moves": True}, what=what)] if differs else []
 
@@ -161,17 +166,19 @@ def _backward(case: Case, _: Comparison) -> list[Reason]:
     return [reason("backward", module or (wrong[-1] if wrong else "model"), evidence, shown=shown)]
 
 
-def _padding(case: Case, _: Comparison) -> list[Reason]:
+def _padding(case: Case, comparison: Comparison) -> list[Reason]:
     """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
 
     If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
     """
+    draws = Draws(case.rig.effects)
     padded = joined(case.rig.splittable)
     if case.rig.splittable.collate is None or padded is None:
         return []
+    is_drawn = draws.are_met
     splits = case.rig.splits(padded)
     if case.is_exact(splits=splits, splittable=padded):
-        return [reason("padding")]
+        return padded_or_drawn(case, comparison, padded, splits) if is_drawn else [reason("padding")]
     case.rig.task, case.splits = replace(case.rig.task, splittable=padded, micro_batch_size=None), splits
     return []
 

@@ -70,6 +70,7 @@ class Difference:
     bound: str = ""
     # how far off the gradient is where two micro-batches really draw the same numbers, and what draws them
     seeded: tuple[float, Sequence[str]] | None = None
+    apart: float = 0.0  # the norm of the parts' gradient where the whole's is 0 within rounding; else 0
 
     @property
     def tolerance(self) -> float:
@@ -96,7 +97,7 @@ class Difference:
         """What is proved of the cut, by the numbers of a certificate where there is one."""
         found, sizes = self if certificate is None else certificate, self.cut.sizes
         dtype = str(found.dtype).removeprefix("torch.")
-        return Proof(outcome, by, sum(sizes), sizes, found.error, found.tolerance, dtype, **others)
+        return Proof(outcome, by, sum(sizes), sizes, found.error, found.tolerance, dtype, apart=found.apart, **others)
 
 
 class _Hooks(TorchFunctionMode):
@@ -208,8 +209,12 @@ class Trial:
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, other.leaves))
         counted = [one for one in [*whole.leaves, *other.leaves] if id(one) in lasting]
-        error = relative(other.gradient.distance(whole.gradient, of=counted), whole.gradient.distance(of=counted))
-        return self.judged(cut, counted, error, other.value_error(whole), draws=draws, in_single=in_single)
+        off, norm = other.gradient.distance(whole.gradient, of=counted), whole.gradient.distance(of=counted)
+        found = self.judged(
+            cut, counted, relative(off, norm), other.value_error(whole), draws=draws, in_single=in_single
+        )
+        is_of_nothing = math.isfinite(off) and norm <= found.tolerance * off
+        return replace(found, apart=off) if is_of_nothing else found
 
     def is_the_same(self, cut: Cut) -> bool:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
@@ -226,6 +231,13 @@ class Trial:
         found = self._compared(cut, one, other)
         is_number = math.isfinite(found.error) and math.isfinite(found.value_error)
         return is_number and not (one.drew_others or other.drew_others or found.is_none)
+
+    def carries(self, cut: Cut) -> Difference | None:
+        """How far the parts of a cut are from the same parts in another order; ``None`` where anything else moves."""
+        backwards = Cut(cut.backwards.splittable, cut.sizes[::-1])
+        one, other, again = (self.run(way, way.parts) for way in (cut, backwards, cut))
+        moves = one.drew_torch or one.drew_others or not self._compared(cut, one, again).is_none
+        return None if moves else replace(self._compared(cut, one, other), value_error=0.0)
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any

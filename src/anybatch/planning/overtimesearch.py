@@ -193,10 +193,13 @@ class ChunkSearch(Search):
         """Several lengths, the first that fits of which is taken.
 
         They are the longest that are predicted to fit with all samples at once, of which a trace may show more bytes;
-        where none does, with half of the samples, and so on; and the length with the least memory.
+        where none does, with half of the samples, and so on; and the length with the least memory. BatchNorm has to see
+        all samples and steps at once.
         """
         if self._loss.is_truncated:
             return [self._base(None, splits=True)]
+        if self.subject.normalises_together:
+            return [self._base(self._steps, splits=False)]
         self.profiles.is_last = True
         self.profiles.stay_within(budget)
         usable, total = usable_bytes(budget, self._target, self.profiles.confidence), self.subject.splittable.rows

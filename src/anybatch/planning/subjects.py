@@ -190,10 +190,14 @@ class Subject:
     @property
     def splits(self) -> bool:
         """Whether the batch may be split: not if the loss, or BatchNorm in training mode, couples its samples."""
-        if self.is_coupled:
+        if self.is_coupled or self.normalises_together:
             return False
-        coupling = coupling_modules(*self.roots)
-        return not any(map(is_scripted, coupling.values())) if self.batch_norm != "refuse" else not coupling
+        return self.batch_norm == "refuse" or not any(map(is_scripted, coupling_modules(*self.roots).values()))
+
+    @property
+    def normalises_together(self) -> bool:
+        """Whether there is BatchNorm that has to see all samples at once."""
+        return self.batch_norm == "refuse" and bool(coupling_modules(*self.roots))
 
     @property
     def batch_is_there(self) -> bool:

@@ -61,6 +61,9 @@ class Certificate(Shown):
         loss_error: the relative error of the values of the losses.
         reasons: why the accumulated gradient is not the whole batch's; empty if it is.
         notes: other remarks, such as dropout that draws in another order.
+        apart: how far the gradient of the worst split is from the whole batch's that is 0 within rounding, to
+            which no error is relative; 0 if it is not.
+        loss_apart: the same of the losses.
 
     Example:
         >>> certificate = Certificate("Linear", 8, 8, ((4, 4), (2, 2, 4)), "float64", 1e-9, 2.2e-16, 1.1e-16)
@@ -85,6 +88,8 @@ class Certificate(Shown):
     loss_error: float
     reasons: tuple[Reason, ...] = ()
     notes: tuple[Reason, ...] = ()
+    apart: float = 0.0
+    loss_apart: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -100,6 +105,17 @@ class Certificate(Shown):
         return f"exact: in micro-batches the gradient of {self.model} is the whole batch's" + (
             ",\n  except for random numbers, such as dropout's" if drawn else ""
         )
+
+    @property
+    def figures(self) -> str:
+        """How far the gradient and the losses are off; in absolute numbers where those of the whole batch are 0."""
+        error = f"relative error {self.error:.2g}" if math.isfinite(self.error) else "no error, as one is not finite"
+        loss = f"{self.loss_error:.2g}" if math.isfinite(self.loss_error) else "not finite"
+        if self.apart:
+            error = f"the gradient of the whole batch is 0 within rounding, that of micro-batches {self.apart:.2g}"
+        if self.loss_apart:
+            loss = f"{self.loss_apart:.2g} instead of 0"
+        return f"{error} (loss {loss}), tolerance {self.tolerance:.0e}"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``exact``; a number that is not finite becomes ``None``."""
@@ -117,10 +133,9 @@ class Certificate(Shown):
         return super(Certificate, cls).from_dict({**values, **errors})
 
     def __str__(self) -> str:
-        errors = f"{self.error:.2g} (loss {self.loss_error:.2g})"
         lines = [
             self.verdict,
-            f"  relative error {errors}, tolerance {self.tolerance:.0e}, in {self.dtype}",
+            f"  {self.figures}, in {self.dtype}",
             f"  {self.samples} samples {' and '.join('as ' + _shown(sizes) for sizes in self.splits)}",
         ]
         lines += ["\n" + reason.shown(f"{number}. ") for number, reason in enumerate(self.reasons, 1)]

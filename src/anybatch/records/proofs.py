@@ -32,6 +32,7 @@ class Proof(Plain):
     group: int = 1  # samples that stand together and have to stay so; 1 for none
     is_of_batch: bool = False  # whether which samples belong together lies in the values of a batch
     chunks: tuple[int, ...] = ()  # of time, the numbers of steps in two ways to cut it that were compared
+    apart: float = 0.0  # the how far the parts' gradient is from the whole's that is 0 within rounding; else 0
     note: str = ""  # why it is undecided, or another remark
 
     @property
@@ -52,7 +53,8 @@ class Proof(Plain):
         what, by = ("loss", "comparison") if self.by == "losses" else ("gradient", self.by)
         is_same = self.exact and not self.error > self.tolerance  # two lengths of chunks may be two losses
         what = f"the same {what}" if is_same else f"not the same {what}"
-        numbers = f"error {self.error:.2g}, tolerance {self.tolerance:.2g}"
+        error = f"the whole's is 0, the parts' {self.apart:.2g}" if self.apart else f"error {self.error:.2g}"
+        numbers = f"{error}, tolerance {self.tolerance:.2g}"
         note = f"; {self.note}" if self.note else ""
         ways = [f"whole and as {' + '.join(map(str, self.parts))}"] if len(self.parts) > 1 else []
         ways += ["in chunks of {} and of {} steps".format(*self.chunks)] if self.chunks else []

@@ -62,9 +62,7 @@ def _value(value: Any) -> str:
 
 
 def _of_certificate(found: Certificate) -> str:
-    error = number_text(found.error) if math.isfinite(found.error) else "nothing to compare"
-    facts = [("relative error of the gradient", f"{error}, tolerance {found.tolerance:.0e}, in {found.dtype}"),
-             ("relative error of the loss", number_text(found.loss_error)),
+    facts = [("gradient", f"{found.figures}, in {found.dtype}"),
              ("samples", f"{found.samples} of {found.samples_in_batch}")]  # fmt: skip
     kinds = [("reason", one) for one in found.reasons] + [("note", one) for one in found.notes]
     rows = [(f"{kind}: {one.code}", one.where, one.message, "\n".join(one.remedies)) for kind, one in kinds]

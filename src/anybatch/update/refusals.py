@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from anybatch.errors import NotSplittable
+from anybatch.errors import LossError, NotSplittable
 
 Verb = Literal["TrainStep", "backward"]
 
@@ -198,6 +198,15 @@ def put_in_training_mode(name: str, module: torch.nn.Module) -> NotSplittable:
         'a step. Call model.train() before the step, which then names the ways on; or use batch_norm="frozen", under '
         "which BatchNorm stays in evaluation mode whatever the loss function does",
         modules=[name],
+    )
+
+
+def unused(model: Any, leaves: int, *, are_inputs: bool) -> LossError:
+    """The error for a loss that gave no gradient to any of the parameters of the model, or of the inputs."""
+    kind = f"{leaves} inputs" if are_inputs else f"{leaves} parameters of {type(model).__name__}"
+    return LossError(
+        f"the loss gave no gradient to any of the {kind}; expected a loss that is computed with the model that is "
+        "passed to loss_fn, not with another one from outside"
     )
 
 

@@ -251,6 +251,33 @@ def test_a_gradient_that_cancels_to_nothing_is_exact() -> None:
     assert certificate.exact, certificate
 
 
+def signed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """It cancels out over the whole batch."""
+    total: torch.Tensor = (model(batch["x"]).mean(-1) * batch["sign"]).sum()
+    return total
+
+
+def test_what_is_off_from_nothing_is_told_in_absolute_numbers() -> None:
+    batch = {"x": torch.ones(8, 4), "sign": torch.tensor([1.0, -1.0]).repeat_interleave(4)}
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    certificate = anybatch.check(model, signed, batch)
+    assert min(certificate.error, certificate.loss_error) > 1e12
+    half = anybatch.check(model, lambda m, b: signed(m, b) / 2, batch)
+    assert certificate.apart == pytest.approx(2 * half.apart)
+    shown = (
+        f"the gradient of the whole batch is 0 within rounding, that of micro-batches {certificate.apart:.2g} (loss "
+    )
+    assert shown in str(certificate)
+    assert f"{certificate.loss_apart:.2g} instead of 0), tolerance 1e-09" in str(certificate)
+    assert "e+" not in str(certificate)
+    assert "inf" not in str(certificate)
+    assert anybatch.Certificate.from_dict(certificate.to_dict()) == certificate
+    few = lambda model, b: model(b["x"]).mean() * (len(b["x"]) < 4)  # noqa: E731
+    with pytest.raises(anybatch.NotSplittable, match=r"than whole \([\d.]+ off, where the whole batch's is 0\)"):
+        anybatch.backward(model, few, batch, micro_batch_size=4)
+
+
 # Arguments that can't be meant.
 
 

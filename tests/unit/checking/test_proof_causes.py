@@ -221,7 +221,7 @@ def test_a_proof_says_that_numbers_are_drawn_outside_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "python", "generator"])
-def test_samples_that_may_meet_others_by_numbers_drawn_outside_torch_are_not_proved(kind: str) -> None:
+def test_samples_that_meet_others_by_numbers_drawn_outside_torch_are_stopped(kind: str) -> None:
     numbers = np.random.default_rng(0)
 
     def permutation(size: int) -> list[int]:
@@ -234,10 +234,59 @@ def test_samples_that_may_meet_others_by_numbers_drawn_outside_torch_are_not_pro
         return F.triplet_margin_loss(out, out.detach() + 0.1, out[permutation(len(out))], margin=2.0)
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    proof = anybatch.backward(net(), triplets, rows(24), micro_batch_size=8).proof
+    with pytest.raises(anybatch.NotSplittable, match=r"Samples meet others .*np\.random\.permutation"):
+        anybatch.backward(net(), triplets, rows(24), micro_batch_size=8)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "items that are drawn"])
+def test_what_samples_meet_by_numbers_drawn_outside_torch(kind: str) -> None:
+    """Or where they only share what the loss divides by."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, y, size = batch["x"], batch["y"], len(batch["x"])
+        if kind == "items that are drawn":
+            taken = torch.from_numpy(np.random.rand(size) < 0.5 + 0.2 * x[:, 0].sign().numpy())
+            return F.cross_entropy(model(x)[taken], y[taken])
+        order = torch.from_numpy(np.random.permutation(size))
+        out, share = model(0.7 * x + 0.3 * x[order]), np.random.beta(1, 1)
+        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
+
+    np.random.seed(0)
+    with pytest.raises(anybatch.NotSplittable, match="Samples meet others"):
+        anybatch.backward(net(), loss, rows(24), micro_batch_size=8)
+
+
+@pytest.mark.parametrize("kind", ["noise twice", "a number that is drawn", "by what is in them", "collated"])
+def test_what_is_drawn_outside_torch_for_each_sample_alone_is_not_stopped(kind: str) -> None:
+    """Though it is drawn in another order; how much is drawn may hang on what is in the samples."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, y, size = batch["x"], batch["y"], len(batch["x"])
+        x = x + torch.from_numpy(np.random.randn(*x.shape)).float()
+        if kind == "by what is in them":
+            x = torch.stack([one + sum(np.random.rand(3 + int(label))) for one, label in zip(x, y, strict=True)])
+        each = F.cross_entropy(model(x), y, reduction="none") * torch.from_numpy(np.random.rand(size)).float()
+        if kind == "noise twice":
+            return each.mean()
+        taken = torch.from_numpy(np.random.rand(size) < 0.5) & (y > 0)
+        return anybatch.Mean((each * taken).sum(), taken.sum())
+
+    def collate(samples: Any) -> Any:
+        x, y = (torch.stack([one[key] for one in samples]) for key in "xy")
+        return {"x": x, "y": torch.where(torch.from_numpy(np.random.rand(len(x)) < 0.5), y, -100)}
+
+    np.random.seed(0)
+    batch: Any = rows(24)
+    options: dict[str, Any] = {}
+    loss_fn: Any = loss
+    if kind == "collated":
+        batch = [{"x": one, "y": label} for one, label in zip(batch["x"], batch["y"], strict=True)]
+        loss_fn = lambda model, b: F.cross_entropy(model(b["x"]), b["y"])  # noqa: E731
+        options = {"collate": collate, "count": anybatch.count_tokens("y")}
+    proof = anybatch.backward(net(), loss_fn, batch, micro_batch_size=8, **options).proof
     assert proof is not None
-    assert proof.outcome == "undecided"
-    assert "samples may meet others of the batch by these numbers" in proof.note
+    assert proof.outcome == ("exact" if kind == "collated" else "undecided")
+    assert ("no sample was seen to meet another" in proof.note) == (kind != "collated")
 
 
 @pytest.mark.parametrize("kind", ["some of them", "flips", "one of two losses", "noise in turn"])

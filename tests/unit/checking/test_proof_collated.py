@@ -1,9 +1,11 @@
 """What raw samples become in ``collate`` only: labels that are ignored from a later batch on, and the like."""
 
+import contextlib
 import inspect
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,3 +215,76 @@ def test_a_collate_that_writes_into_its_samples_goes_on_and_the_next_batch_is_pr
         assert proof.exact
         proved.append(proof.update)
     assert proved == [0, 0, 0, 3, 3, 5]
+
+
+VOCABULARY = 30
+
+
+class Bag(nn.Module):
+    """With a mean over the tokens of a text; over the padding, too, if that is not masked."""
+
+    def __init__(self, *, is_masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.is_masked = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), is_masked
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+        found = self.embedding(ids)
+        taken = mask[..., None].float() if self.is_masked else torch.ones_like(mask[..., None]).float()
+        return self.head(found + (found * taken).sum(1, keepdim=True) / taken.sum(1, keepdim=True))
+
+
+class Masking:
+    """As the collators of Transformers for arrays of NumPy: masks some tokens, and puts others in the place of some."""
+
+    def __init__(self, *, is_left: bool = False, swaps: bool = False) -> None:
+        self.is_left, self.swaps, self.numbers = is_left, swaps, np.random.default_rng(0)
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        most, numbers = max(map(len, samples)), self.numbers
+        ids = np.zeros((len(samples), most), dtype=np.int64)
+        for row, one in zip(ids, samples, strict=True):
+            row[most - len(one) if self.is_left else 0 :][: len(one)] = one
+        mask = ids != 0
+        taken = (numbers.random(ids.shape) < 0.3) & mask
+        labels = np.where(taken, ids, -100)
+        other = (numbers.random(ids.shape) < 0.3) & taken
+        ids[other] = numbers.integers(1, VOCABULARY, size=other.sum())
+        if self.swaps:
+            ids[:, 0] = ids[numbers.permutation(len(samples)), 0]
+        return {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(mask), "labels": torch.from_numpy(labels)}
+
+
+def masked_language(model: Any, batch: Any) -> Any:
+    return F.cross_entropy(model(batch["ids"], batch["mask"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def texts() -> list[Any]:
+    numbers = np.random.default_rng(1)
+    return [numbers.integers(1, VOCABULARY, size=length) for length in numbers.integers(5, 20, size=24)]
+
+
+def proved(model: nn.Module, collate: Any) -> Any:
+    options = {"micro_batch_size": 8, "collate": collate, "count": anybatch.count_tokens("labels")}
+    return anybatch.backward(model, masked_language, texts(), **options).proof
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_tokens_that_are_masked_by_numpy_are_no_padding(is_left: bool) -> None:
+    proof = proved(Bag(is_masked=True), Masking(is_left=is_left))
+    assert proof.outcome != "not exact"
+    assert "draws anew in each micro-batch" in proof.note or "can't be held for each sample" in proof.note
+    certificate = anybatch.check(
+        Bag(is_masked=True), masked_language, texts(), collate=Masking(), count=anybatch.count_tokens("labels")
+    )
+    assert {one.code for one in (*certificate.reasons, *certificate.notes)} == {"random"}
+
+
+def test_tokens_that_numpy_takes_from_other_texts_are_not_proved() -> None:
+    with contextlib.suppress(anybatch.NotSplittable):
+        assert proved(Bag(is_masked=True), Masking(swaps=True)).outcome == "undecided"
+
+
+def test_padding_that_matters_is_told_where_numpy_masks_tokens() -> None:
+    with pytest.raises(anybatch.NotSplittable, match="how long a batch is padded"):
+        proved(Bag(is_masked=False), Masking())

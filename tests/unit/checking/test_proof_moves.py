@@ -166,3 +166,57 @@ def test_what_couples_samples_has_its_own_cause() -> None:
 
     with pytest.raises(anybatch.NotSplittable, match="does not add up over samples"):
         step(loss_fn, micro_batch_size=8)(batch())
+
+
+class Stateful(nn.Module):
+    """A recurrent layer that goes on from a state of as many samples as it is made for."""
+
+    state: torch.Tensor
+
+    def __init__(self, samples: int, *, is_read: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.is_read = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3), is_read
+        self.register_buffer("state", torch.zeros(1, samples, 8))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> Any:
+        given = self.state if state is None else state.transpose(0, 1).contiguous()
+        out, new = self.layer(x, given if self.is_read else torch.zeros_like(given))
+        self.state = new.detach() if state is None else self.state
+        return self.head(out[:, -1]), new.detach().transpose(0, 1)
+
+
+def sequences() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(24, 5, 4), "y": torch.randint(3, (24,))}
+
+
+def of_stateful(model: Any, batch: Any) -> Any:
+    return F.cross_entropy(model(batch["x"])[0], batch["y"])
+
+
+def test_a_state_of_one_batch_size_that_goes_on_with_other_samples_is_stopped() -> None:
+    model, batch = Stateful(8), sequences()
+    with pytest.raises(
+        anybatch.NotSplittable, match=r"than in another order(.|\n)*Only micro-batches of 8 samples run"
+    ) as got:
+        anybatch.backward(model, of_stateful, batch, micro_batch_size=8)
+    assert 'batch["state"] = state' in str(got.value)
+    assert not model.state.any()
+
+    def as_data(model: Any, batch: Any) -> Any:
+        out, new = model(batch["x"], batch["state"])
+        return F.cross_entropy(out, batch["y"]), {"state": new}
+
+    batch["state"] = torch.randn(24, 1, 8)
+    out = anybatch.backward(model, as_data, batch, micro_batch_size=8)
+    assert out.proof is not None
+    assert out.proof.exact
+    whole = model(batch["x"], batch["state"])[1]
+    torch.testing.assert_close(out.metrics["state"], whole)
+
+
+def test_a_state_of_one_batch_size_that_nothing_reads_is_not_stopped() -> None:
+    out = anybatch.backward(Stateful(8, is_read=False), of_stateful, sequences(), micro_batch_size=8)
+    assert out.proof is not None
+    assert out.proof.outcome == "undecided"

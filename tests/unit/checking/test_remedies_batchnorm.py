@@ -149,7 +149,7 @@ def test_of_a_loss_that_puts_the_model_in_training_mode() -> None:
     backward(normalised().eval(), trains, vectors(), micro_batch_size=4, batch_norm="frozen")
 
 
-@follows("backpropagation.check_model_was_used")
+@follows("update/refusals.unused")
 def test_of_a_loss_of_another_model() -> None:
     other = normalised().eval()
 

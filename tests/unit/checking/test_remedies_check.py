@@ -112,7 +112,8 @@ def test_of_what_does_not_add_up() -> None:
         out = model(batch["x"])
         return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 
-    said(check(linear(), contrastive, batch), WHOLE, COUPLED, '{"first": anybatch.Mean(items.sum(), len(items)), ...}')
+    before, apart_from = "batch = prepare(batch); step(batch)", '{"first": anybatch.Mean(items.sum(), len(items)), ...}'
+    said(check(linear(), contrastive, batch), WHOLE, COUPLED, before, apart_from)
     assert_whole_is_plain(linear(), contrastive, batch)
     loss = anybatch.Coupled(lambda m, b: m(b["x"]), lambda m, out: F.cross_entropy(out @ out.T, torch.arange(len(out))))
     assert check(linear(), loss, batch).exact
@@ -126,10 +127,35 @@ def test_of_what_does_not_add_up() -> None:
         first, second = out[batch["y"] == 0], out[batch["t"] > 0]
         return {"first": anybatch.Mean(first.sum(), len(first)), "second": anybatch.Mean(second.sum(), len(second))}
 
-    said(check(linear(), two_means, vectors(31)), WHOLE, COUPLED, "Mean(items.sum(), len(items))")
+    said(check(linear(), two_means, vectors(31)), WHOLE, COUPLED, before, "Mean(items.sum(), len(items))")
     assert check(linear(), apart, vectors(31), count="forward").exact
     drifting = anybatch.Coupled(lambda m, b: m(b["x"]) - m(b["x"]).mean(0), lambda m, out: out.square().mean())
     said(check(linear(), drifting, batch), WHOLE)
+
+
+@follows("one count", "not additive")
+def test_of_several_losses_and_what_is_made_before_the_batch_is_split() -> None:
+    batch = {**vectors(30), "valid": torch.arange(30) % 3 > 0}
+
+    def several(model: Any, batch: Batch) -> Any:
+        out = model(batch["x"])
+        similar = F.cross_entropy(out @ out.T, torch.arange(len(out)))
+        return {"a": out[batch["valid"]].square().mean(), "b": similar}
+
+    def positive(batch: Batch) -> Any:
+        return batch["valid"].sum()
+
+    said(check(linear(), several, batch, count=positive), "count={'a': ..., 'b': ...}", WHOLE, COUPLED)
+
+    def standardised(model: Any, batch: Batch) -> Any:
+        return F.mse_loss(model(batch["x"])[:, 0], (batch["t"] - batch["t"].mean()) / batch["t"].std())
+
+    def given(model: Any, batch: Batch) -> Any:
+        return F.mse_loss(model(batch["x"])[:, 0], batch["t"])
+
+    assert not check(linear(), standardised, batch).exact
+    target = (batch["t"] - batch["t"].mean()) / batch["t"].std()
+    assert check(linear(), given, {**batch, "t": target}).exact
 
 
 @follows("fixed shape", "squeezed", "too few")

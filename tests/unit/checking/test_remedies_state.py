@@ -23,6 +23,7 @@ from test_remedies_check import (
     Batch,
     Loss,
     assert_same,
+    assert_whole_is_plain,
     cross_entropy,
     linear,
     said,
@@ -32,8 +33,17 @@ from test_remedies_check import (
 
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
-# and of another dimension by test_proof_uncut.py.
-IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension"}
+# of another dimension by test_proof_uncut.py, and of micro-batches of one size by test_proof_moves.py.
+IN_PROOFS = {
+    "unexplained",
+    "in parts",
+    "whole batch",
+    "time",
+    "time of the gradient",
+    "time of the state",
+    "other dimension",
+    "one size",
+}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
@@ -132,6 +142,32 @@ def test_of_random_numbers() -> None:
     certificate = check(model, seeded, vectors(), dropout="per-sample")
     assert certificate.exact
     assert not certificate.notes
+
+
+@follows("drawn together")
+def test_of_samples_that_meet_others_by_numbers_of_numpy() -> None:
+    def prepare(batch: Batch) -> Batch:
+        return {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][np.random.permutation(len(batch["x"]))]}
+
+    def mixed(model: Any, batch: Batch) -> Any:
+        return cross_entropy(model, prepare(batch))
+
+    def some(model: Any, batch: Batch) -> tuple[Any, Any]:
+        taken = torch.from_numpy(np.random.rand(len(batch["y"]))) < 0.2 + 0.4 * batch["y"]
+        return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * taken).sum(), taken.sum()
+
+    np.random.seed(0)
+    lines = (WHOLE, "batch = prepare(batch); step(batch)", "return anybatch.Mean(total, items)")
+    said(check(linear(), mixed, vectors()), *lines)
+    assert check(linear(), cross_entropy, prepare(vectors())).exact
+    assert_whole_is_plain(linear(), lambda m, b: (np.random.seed(0), mixed(m, b))[1], vectors())
+
+    def share(model: Any, batch: Batch) -> Any:
+        total, items = some(model, batch)
+        return total / items
+
+    said(check(linear(), share, vectors()), *lines)
+    assert check(linear(), lambda m, b: Mean(*some(m, b)), vectors()).reasons[0].evidence == {"meet": False}
 
 
 def warmed(loss: torch.Tensor, steps: int) -> torch.Tensor:
@@ -439,7 +475,7 @@ def test_of_a_flag_that_is_turned_later() -> None:
     with pytest.warns(UserWarning, match=r"anybatch.check\(model, loss_fn, batch\)  # once it is turned"):
         trained(model, reads, vectors(), steps=1, micro_batch_size=4)
     model.kept.fill_(True)
-    said(check(model, reads, vectors()), WHOLE, COUPLED, "return {")
+    said(check(model, reads, vectors()), WHOLE, COUPLED, "batch = prepare(batch)", "return {")
 
 
 @follows("later buffer")

@@ -201,3 +201,34 @@ def test_where_no_chunk_of_all_samples_fits_as_many_run_at_once_as_do(constant_t
     smallest = plan_of(subject, batch, 2**30).smallest_bytes
     splits = [plan_of(subject, batch, smallest * percent // 100).micro_batches for percent in (100, 105, 120, 150)]
     assert splits[-1] <= 4
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def of_normed(model: Any, chunk: Any, state: Any) -> tuple[torch.Tensor, Any]:
+    return (model(chunk["x"])[..., 0] - chunk["y"]).square().mean(), state
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"chunk": 40, "mode": "truncated"}])
+def test_batch_norm_sees_all_steps_and_all_samples_at_once(options: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Normed().double(), {"x": torch.randn(6, 40, 3).double(), "y": torch.randn(6, 40).double()}
+    of_normed(model, batch, None)[0].backward()
+    expected = gradients_of(model)
+    over_time = anybatch.OverTime(of_normed, lambda model, batch: None, **options)
+    step = anybatch.TrainStep(model, over_time, torch.optim.SGD(model.parameters(), lr=0.0), memory="1MiB")
+    model.norm.reset_running_stats()
+    out = step(batch)
+    assert out.micro_batches == 1
+    assert_float64(gradients_of(model), expected)
+    smallest = planned(out).peak_bytes
+    tight = anybatch.TrainStep(model, over_time, torch.optim.SGD(model.parameters(), lr=0.0), memory=smallest // 2)
+    with pytest.raises(anybatch.DoesNotFit, match=r"norm \(BatchNorm1d\) is in training mode"):
+        tight(batch)

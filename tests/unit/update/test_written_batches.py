@@ -371,8 +371,9 @@ COLLATES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, Any], Any],
 }
 
 
+@pytest.mark.parametrize("options", [{"memory": "1MiB"}, {"micro_batch_size": 4}], ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize("name", COLLATES)
-def test_what_a_collate_does_to_samples_it_does_once(name: str) -> None:
+def test_what_a_collate_does_to_samples_it_does_once(name: str, options: Any) -> None:
     collate, wrap, shifts = COLLATES[name]
     model, batch = model_of(), batch_of()
     shifted = {**batch, "x": batch["x"] - 1.0} if shifts else batch
@@ -382,6 +383,7 @@ def test_what_a_collate_does_to_samples_it_does_once(name: str) -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    step = anybatch.TrainStep(model, loss_fn, sgd(model), collate=collate, memory="1MiB")
+    assert anybatch.check(model, loss_fn, samples, collate=collate).exact
+    step = anybatch.TrainStep(model, loss_fn, sgd(model), collate=collate, **options)
     step(samples)
     assert_float64(gradients_of(model), want)
