@@ -1,5 +1,6 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
+import copy
 import numbers
 import threading
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,15 @@ class Boundary:
         self._parameters: Sequence[torch.Tensor] = ()
         self._clipped: Sequence[torch.Tensor] = ()
         self.is_committed = self._scales = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Boundary":
+        """A copy whose schedulers are told of its optimizers' steps, too, which torch's copies are not."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        for one in twin._schedulers:
+            if isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+                _Listening(one.optimizer)
+        return twin
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
@@ -249,6 +259,14 @@ class Boundary:
         progress.text = "scaler.update"
         if any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
             self._scaler.update()
+
+
+class _Listening(torch.optim.lr_scheduler.LRScheduler):
+    """Changes nothing; as each scheduler, it has an optimizer note that it has stepped."""
+
+    def get_lr(self) -> list[Any]:
+        """The rates as they are."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def settings_of(
