@@ -151,3 +151,34 @@ def test_two_hidden_states_of_as_many_layers_as_samples_are_turned_together() ->
     result = anybatch.backward(model, loss_fn, batch, micro_batch_size=2, layout={"h": 1, "c": 1})
     assert result.proof is not None
     assert result.proof.exact
+
+
+def test_a_layout_is_that_of_checks_plans_and_steps_with_a_budget() -> None:
+    torch.manual_seed(0)
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.GRU(4, 16), nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.layer(x)[0][-1])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    model, layout = Reading().double(), {"x": 1}
+    batch = {"x": torch.randn(10, 24, 4).double(), "y": torch.randint(3, (24,))}
+    loss_fn(model, batch).backward()
+    want = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    assert anybatch.check(model, loss_fn, batch, layout=layout).exact
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    smallest = anybatch.plan(model, loss_fn, batch, optimizer, memory="8MiB", layout=layout).smallest_bytes
+    assert smallest is not None
+    plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=int(1.2 * smallest), layout=layout)
+    assert plan.chosen.micro_batches > 1
+    for options in ({"plan": plan}, {"memory": int(1.2 * smallest)}):
+        out = anybatch.TrainStep(model, loss_fn, optimizer, layout=layout, **options)(batch)
+        assert out.micro_batches > 1
+        found = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        assert (found - want).norm() < 1e-10 * want.norm()

@@ -226,8 +226,9 @@ def other_rate(step: Step) -> Iterator[Probed]:
     elsewhere = _elsewhere(step, other.start) if own.gain < _LESS * other.gain else {}
     knows_more = _MUCH_LEFT * abs(first) < elsewhere.get("final", 0.0) > 2 * elsewhere.get("unseen", math.inf)
     blames = own.gain < _LITTLE * other.gain and _MUCH * first < other.gain <= first  # a loss that has a floor
-    # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
-    blames = blames and (best < 1 or kind is torch.optim.SGD or own.steps >= min(_STEPS, len(rates)))
+    # Steps of other kinds are as long as the rate: fewer than the run made show nothing of it where the run learned.
+    is_long = own.steps >= min(_STEPS, len(rates)) or first - elsewhere.get("final", -math.inf) < _LITTLE * other.gain
+    blames = blames and (best < 1 or kind is torch.optim.SGD or is_long)
     # Short steps make no loss worse than it was at first: the targets have moved since, as those that a net makes do.
     moved = best > 1 and elsewhere.get("final", 0.0) > 2 * abs(first)
     blames, knows_more = blames and not moved, knows_more and not moved
