@@ -54,3 +54,14 @@ def test_one_count_for_several_losses_is_told_to_be_a_mapping(loss_fn: Any, rows
 def test_numbers_that_are_normalised_by_the_batch_are_told_to_be_made_before_it(loss_fn: Any) -> None:
     with pytest.raises(anybatch.NotSplittable, match=r"batch = prepare\(batch\); step\(batch\)"):
         anybatch.backward(net(), loss_fn, batch_of(23), micro_batch_size=5)
+
+
+def test_what_they_say_helps() -> None:
+    batch, counts = batch_of(23), {"a": anybatch.count_samples, "b": lambda batch: batch["valid"].sum()}
+    assert anybatch.check(net(), two_losses, batch, count=counts).exact
+    prepared = {**batch, "z": (batch["z"] - batch["z"].mean()) / batch["z"].std()}
+
+    def given(model: Any, batch: Any) -> Any:
+        return F.mse_loss(model(batch["x"])[:, 0], batch["z"])
+
+    assert anybatch.check(net(), given, prepared).exact

@@ -133,31 +133,6 @@ def test_of_what_does_not_add_up() -> None:
     said(check(linear(), drifting, batch), WHOLE)
 
 
-@follows("one count", "not additive")
-def test_of_several_losses_and_what_is_made_before_the_batch_is_split() -> None:
-    batch = {**vectors(30), "valid": torch.arange(30) % 3 > 0}
-
-    def several(model: Any, batch: Batch) -> Any:
-        out = model(batch["x"])
-        similar = F.cross_entropy(out @ out.T, torch.arange(len(out)))
-        return {"a": out[batch["valid"]].square().mean(), "b": similar}
-
-    def positive(batch: Batch) -> Any:
-        return batch["valid"].sum()
-
-    said(check(linear(), several, batch, count=positive), "count={'a': ..., 'b': ...}", WHOLE, COUPLED)
-
-    def standardised(model: Any, batch: Batch) -> Any:
-        return F.mse_loss(model(batch["x"])[:, 0], (batch["t"] - batch["t"].mean()) / batch["t"].std())
-
-    def given(model: Any, batch: Batch) -> Any:
-        return F.mse_loss(model(batch["x"])[:, 0], batch["t"])
-
-    assert not check(linear(), standardised, batch).exact
-    target = (batch["t"] - batch["t"].mean()) / batch["t"].std()
-    assert check(linear(), given, {**batch, "t": target}).exact
-
-
 @follows("fixed shape", "squeezed", "too few")
 def test_of_parts_that_fail() -> None:
     def fixed(model: Any, batch: Batch) -> Any:

@@ -33,7 +33,8 @@ from test_remedies_check import (
 
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
-# of another dimension by test_proof_uncut.py, and of micro-batches of one size by test_proof_moves.py.
+# of another dimension by test_proof_uncut.py, of micro-batches of one size by test_proof_moves.py, and of one count= of
+# several losses by test_proof_worded.py.
 IN_PROOFS = {
     "unexplained",
     "in parts",
@@ -41,6 +42,7 @@ IN_PROOFS = {
     "time",
     "time of the gradient",
     "time of the state",
+    "one count",
     "other dimension",
     "one size",
 }
