@@ -4,7 +4,6 @@ Public names are loaded on first use (PEP 562): ``import anybatch`` and ``anybat
 """
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from anybatch._version import __version__
@@ -112,8 +111,6 @@ __all__ = [
     "why",
     "windows",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

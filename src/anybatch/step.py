@@ -87,7 +87,8 @@ class TrainStep(Engine):
         autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; float16 creates a
             ``GradScaler`` unless one is given.
         scaler: a ``GradScaler``.
-        clip_norm: the maximum norm of the whole gradient; ``float("inf")`` only measures the norm.
+        clip_norm: the maximum norm of the whole gradient of what the optimizers have, or of ``inputs`` where these are
+            given, too; ``float("inf")`` only measures the norm.
         scheduler: one scheduler or a sequence; each steps once per update, and not when the update is skipped.
         batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
         inputs: the only tensors that get a gradient.
@@ -185,7 +186,7 @@ class TrainStep(Engine):
         follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
-        self._known: tuple[list[int], list[torch.Tensor]] = [], []
+        self._known: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], []
         self._devices = devices_of(self.model)
         self._generators: tuple[int, list[Any]] = 0, []
         self._rows, self._was_used = 0, False
@@ -258,7 +259,7 @@ class TrainStep(Engine):
         check_hooks(parameters)
         boundary, reducer = self._boundary, self._settings.reducer
         with reducer.call("TrainStep", parameters, updates=self.updates, settings=boundary.settings):
-            boundary.begin(parameters)
+            boundary.begin(parameters, clipped=self._known[2])
             splittable, before = self._prepared(batch)
             self.layout, self._rows = splittable.outline(), splittable.rows
             with self._planned(splittable):
@@ -418,9 +419,11 @@ class TrainStep(Engine):
         known = list(map(id, stepped))  # ids stay valid: the cached list holds the tensors
         if known != self._known[0]:  # compared by identity: == of tensors would compare their elements
             found = dict(zip(known, stepped, strict=True))
-            inputs = self._options.inputs
+            inputs, updated = self._options.inputs, list(found.values())
             found.update((id(p), p) for p in (self.model.parameters() if inputs is None else inputs))
-            self._known = known, list(found.values())
+            every = list(found.values())
+            # What no optimizer has is no part of the update, so that it does not count in the norm.
+            self._known = known, every, updated if inputs is None else every
         return self._known[1]
 
     def _clear(self) -> None:

@@ -22,6 +22,7 @@ from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.weights import Count
 from anybatch.records.certificates import Reason
+from anybatch.update.passes import Task
 
 _SOLVED_SLACK = 1e3  # times the tolerance: how much solved weights may leave, which are no better than least squares
 _MOST_SAMPLES = 512  # up to which candidates are told apart sample by sample
@@ -538,7 +539,7 @@ class Averages:
             residuals.append(pieces.residual(number, weights))
         if isinstance(self._rig.task.loss_fn, Coupled):
             return reason("encode", "encode", {"residuals": residuals})
-        return reason("not additive", where, {"residuals": residuals})
+        return does_not_add_up(self._rig.task, self._names, where, residuals=residuals)
 
     def count_with(self, found: Mapping[str, Candidate]) -> Count:
         """The count of the task with those that were found, by the name of the loss, for those that were wrong."""
@@ -549,6 +550,14 @@ class Averages:
             own = self._count_of(name)
             functions[name] = found[name].function if name in found else own if callable(own) else count_samples
         return functions
+
+
+def does_not_add_up(task: Task, names: Sequence[str], where: str = "loss", **evidence: Any) -> Reason:
+    """What is left to say of a loss whose parts do not make up the whole; of several, that each may have its count."""
+    if len(names) > 1 and callable(task.count) and task.count is not count_samples:
+        line = "{" + ", ".join(f"{name!r}: ..." for name in names) + "}"
+        return reason("one count", where, evidence, names=[repr(name) for name in names], line=line)
+    return reason("not additive", where, evidence)
 
 
 def _are_alike(ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]], tolerance: float) -> bool:

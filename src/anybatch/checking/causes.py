@@ -1,15 +1,15 @@
 """What a check and a proof say: every cause once, with its text and the lines that help."""
 
 import dataclasses
-import math
-import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from anybatch.checking.wording import TEXT
 from anybatch.records.certificates import Reason
 
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
+_BEFORE = "batch = prepare(batch); step(batch)"
 _CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
 _BY_THE_FIRST = (
     "by the samples that it is given: with the whole batch by all of them, in a split by those of the first "
@@ -145,12 +145,21 @@ CAUSES: dict[str, Cause] = {
         "not-additive",
         "The loss does not add up over samples: no weights of its parts give the whole, though every module gives each "
         "sample the same. It holds several means with different denominators in one sum, a ratio of means (maybe "
-        "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch.",
+        "detached), a load-balancing, contrastive or ranking term, or another statistic of the batch, "
+        "such as that by which targets or advantages are normalised.",
         (
             WHOLE,
             COUPLED,
+            _BEFORE + "  # normalise what needs no model, such as targets, before the batch is split",
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
+    ),
+    "one count": Cause(
+        "count",
+        "The loss function gives the losses {names!l}, and one count= weighs all of them, by which their parts do not "
+        "make up the whole: each may be a mean over other items, and count= takes a mapping, with one entry for each. "
+        "Or one of them compares samples, or is a statistic of the batch.",
+        ("count={line}  # what each of them divides by", WHOLE, COUPLED),
     ),
     "rounding": Cause(
         "not-additive",
@@ -185,11 +194,7 @@ CAUSES: dict[str, Cause] = {
         "The loss applies {operation} to what the samples give together, such as their mean. On the samples that were "
         "compared micro-batches give the whole batch's gradient; they give another one as soon as one of them lies on "
         "one side of the bound and the whole batch on the other.",
-        (
-            "loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean",
-            WHOLE,
-            COUPLED,
-        ),
+        ("loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean", WHOLE, COUPLED),
     ),
     "encode": Cause(
         "not-additive",
@@ -201,7 +206,7 @@ CAUSES: dict[str, Cause] = {
         "not-additive",
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
         "for the same samples, such as when they are normalised by the batch, mixed, or cut to the longest of them.",
-        (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
+        (WHOLE, _BEFORE + "  # couple the samples before the batch is split"),
     ),
     "unexplained": Cause(
         "not-additive",
@@ -243,6 +248,16 @@ CAUSES: dict[str, Cause] = {
             "return anybatch.Mean(total, items), state  # and not total / items, where a chunk may have fewer items",
             'return loss, {{"hidden": hidden, "steps": state["steps"] + x.shape[1]}}  # a position that goes on',
             "anybatch.OverTime(..., prepare=...)  # what is computed from all steps at once",
+        ),
+    ),
+    "time of the state": Cause(
+        "time",
+        "The loss of a chunk does not depend on the state that the chunk before it has handed on: {what}. Each chunk "
+        "begins as the first one does, and in chunks of {other} steps the loss is {loss_error:.2g} off.",
+        (
+            'hidden, state = model.rnn(chunk["x"], state)  # the state goes in, and a new one comes out',
+            "return loss, state  # the new one",
+            "anybatch.OverTime(chunk_loss, lambda model, batch: (), ...)  # if chunks are to know nothing of others",
         ),
     ),
     "time of the gradient": Cause(
@@ -527,30 +542,12 @@ CAUSES: dict[str, Cause] = {
 }
 
 
-def how_far(error: float, apart: float = 0.0) -> str:
-    """How far one gradient or loss is off another, relative to it, or apart where it is 0 within rounding."""
-    if apart:
-        return f"{apart:.2g} off, where the whole batch's is 0"
-    return f"{error:.2g} off" if math.isfinite(error) else "one is not finite"
-
-
-class _Text(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        return how_far(value) if format_spec == "off" else super().format_field(value, format_spec)
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        return listed(value) if conversion == "l" else super().convert_field(value, conversion)
-
-
-_TEXT = _Text()
-
-
 def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None = None, **said: Any) -> Reason:
     """Words a cause, by its key in ``CAUSES``; its text may name the evidence, and what else is said."""
     code, text, remedies = CAUSES[cause]
     fields = {**(evidence or {}), **said}
-    lines = tuple(_TEXT.vformat(line, (), fields) for line in remedies)
-    return Reason(code, where, _TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
+    lines = tuple(TEXT.vformat(line, (), fields) for line in remedies)
+    return Reason(code, where, TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
 
 
 def seeded(operations: Iterable[str]) -> Reason:
@@ -562,7 +559,7 @@ def seeded(operations: Iterable[str]) -> Reason:
 def unexplained(error: float, failure: BaseException) -> Reason:
     """Says that samples give something else in parts where the explanation itself fails, without what words others."""
     failed = f"{type(failure).__name__}: {failure}"
-    message = _TEXT.vformat(CAUSES["unexplained"].text, (), {"error": error})
+    message = TEXT.vformat(CAUSES["unexplained"].text, (), {"error": error})
     return dataclasses.replace(
         _UNEXPLAINED, message=f"{message} (What explains it failed with {failed})",
         evidence={"error": error, "failed": failed},
@@ -588,8 +585,3 @@ def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidenc
         remedies=(*before, *found.remedies),
         evidence={**found.evidence, **evidence},
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

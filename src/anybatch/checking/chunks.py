@@ -4,19 +4,23 @@ A few sequences run in the chunks of the step and in others, of which none has a
 micro-batch: all steps at once, or several chunks in one. What differs counts where it does in float64, too.
 """
 
-import logging
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import cast
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from anybatch.batch.batches import Part
+from anybatch.batch.trees import flat, map_leaves
 from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
 from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
+from anybatch.checking.rig import Rig
 from anybatch.checking.trial import Found, Trial
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
@@ -26,10 +30,19 @@ from anybatch.records.proofs import Proof
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure, is_out_of_memory
 
-logger = logging.getLogger(__name__)
-
 _APART = 1e-6  # an error in float64 that is no rounding
 _APART_IN_SINGLE = 1e-2  # where the model can't run in float64
+_MOVED = 0.5  # by which a state is moved to see whether a chunk reads it
+_SAME = 1e-9  # the error of what does not read it
+
+
+class _Shown(NamedTuple):
+    """What the same sequences show in two ways to cut time, in float64."""
+
+    reason: Reason | None  # of a difference; ``None`` for none
+    error: float
+    tolerance: float
+    stops: bool = False  # whether it is a mistake also where the author has given the chunks
 
 
 def proof_of_chunks(trial: Trial, split: Split) -> Found:
@@ -52,15 +65,14 @@ def proof_of_chunks(trial: Trial, split: Split) -> Found:
                 if loss.mode == "exact" and is_own(error) and not is_other:
                     return replace(proof, outcome="not exact"), unexplained(difference.error, error)
                 raise
-            if found is None:
-                return replace(proof, by="certificate"), None
-            shown, is_same_loss = found
+            shown = found.reason
+            if shown is None:
+                return replace(proof, by="certificate", error=found.error, tolerance=found.tolerance), None
             is_chosen = loss.chunk is None or task.settings.chunk_length is not None
-            if loss.mode == "exact" and (is_chosen or is_same_loss):
+            if found.stops or (loss.mode == "exact" and is_chosen):
                 return replace(proof, outcome="not exact"), shown
             note = f"in chunks of {length} steps, which have another loss than those of {other}"
-            logger.warning("\n    ".join((shown.message, *shown.remedies)))
-            return replace(proof, note=note), None  # they may be part of the loss, as its author has given them
+            return replace(proof, note=note), shown  # a warning: they may be part of the loss
         except AnyBatchError as error:
             note = str(error)
         except Exception as error:  # noqa: BLE001 - the loss may run chunks of some lengths only
@@ -80,8 +92,8 @@ def _other_way(task: Task, length: int, total: float, parts: Sequence[Part]) -> 
     return Cut(task.splittable.chosen(chosen, batch), (few,)), other if other > length else max(1, length // 2)
 
 
-def _found(task: Task, loss: OverTime, length: int, other: int) -> tuple[Reason, bool] | None:
-    """What makes a difference in float64, and whether the loss is the same all the same; ``None`` if nothing does."""
+def _found(task: Task, loss: OverTime, length: int, other: int) -> _Shown:
+    """What makes a difference in float64."""
     with ExitStack() as stack:
         rig, _, refused = opened(replace(task, loss_fn=loss.in_chunks(length)), stack)
         if rig.stand_ins is not None:
@@ -91,6 +103,57 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> tuple[Reason,
         least = _APART_IN_SINGLE if refused else _APART
         worst = off if loss.mode == "truncated" else max(error, off)
         if worst <= least or not math.isfinite(worst):
-            return None
-        evidence = {"error": worst, "loss_error": off, "length": length, "other": other}
-        return reason("time" if off > least else "time of the gradient", "chunk_loss", evidence), off <= least
+            return _Shown(None, worst, least)
+        evidence: dict[str, Any] = {"error": worst, "loss_error": off, "length": length, "other": other}
+        if off <= least:
+            is_exact = loss.mode == "exact"
+            return _Shown(reason("time of the gradient", "chunk_loss", evidence), worst, least, stops=is_exact)
+        if what := _of_state(rig, loss, length):
+            evidence["what"] = what
+            return _Shown(reason("time of the state", "chunk_loss", evidence), worst, least, stops=True)
+        return _Shown(reason("time", "chunk_loss", evidence), worst, least)
+
+
+def _of_state(rig: Rig, loss: OverTime, length: int) -> str:
+    """How a state fails to tell a chunk of the one before; "" if it does, or has no numbers that could."""
+    whole = rig.run(loss_fn=(plain := _Followed(loss, length)).loss)
+    if not plain.has_numbers:
+        return ""
+    moved = rig.run(loss_fn=_Followed(loss, length, by=_MOVED).loss)
+    if max(moved.error(whole), moved.value_error(whole)) <= _SAME:
+        return "`chunk_loss` does not read the state that it is given"
+    # A state that stays may be what the sequences have in common, such as the output of an encoder; no such one is
+    # a single number everywhere.
+    stays = plain.is_even and not plain.is_changed
+    return "the state that `chunk_loss` returns is the one that it was given" if stays else ""
+
+
+class _Followed:
+    """A loss over time whose states are looked at, and moved before a chunk has them.
+
+    Attributes:
+        loss: the loss.
+        has_numbers: whether there are floating point numbers in a state.
+        is_even: whether each of its tensors has one value throughout, where a chunk begins.
+        is_changed: whether a chunk returned another state than the one it had.
+    """
+
+    def __init__(self, loss: OverTime, length: int, by: float = 0.0) -> None:
+        self.loss, self._chunk_loss, self._by = copy.copy(loss.in_chunks(length)), loss.chunk_loss, by
+        self.loss.chunk_loss = self._call
+        self.has_numbers = self.is_changed = False
+        self.is_even = True
+
+    def _call(self, model: Any, chunk: Any, state: Any) -> Any:
+        given = map_leaves(lambda leaf: leaf + self._by if _is_numbers(leaf) else leaf, state) if self._by else state
+        returned = self._chunk_loss(model, chunk, given)
+        before = [leaf for leaf in flat(given) if _is_numbers(leaf)]
+        after = [leaf for leaf in flat(returned[1]) if _is_numbers(leaf)]
+        self.has_numbers |= bool(before)
+        self.is_even &= all(bool((leaf == leaf.flatten()[0]).all()) for leaf in before)
+        self.is_changed |= len(before) != len(after) or not all(map(torch.equal, before, after))
+        return returned
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > 0

@@ -14,13 +14,14 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages, even_labels
-from anybatch.checking.causes import how_far, reason, seeded
+from anybatch.checking.causes import reason, seeded
 from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.rig import Case, Rig
 from anybatch.checking.searches import joined, searched, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.checking.state import Buffers, State
+from anybatch.checking.wording import how_far
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from anybatch.batch.batches import sizes_of
-from anybatch.checking.causes import COUPLED, WHOLE, how_far, more, seeded, unexplained
+from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.compiled import CallsOf
@@ -26,6 +26,7 @@ from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
+from anybatch.checking.wording import how_far
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, as_coupled
@@ -107,7 +108,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     with surroundings(), calls.seen():
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
-        if over_time is not None and (over_time[1] is not None or len(split.parts) < 2):
+        if over_time is not None and (over_time[0].outcome == "not exact" or len(split.parts) < 2):
             return replace(over_time[0], update=update), over_time[1], Seen()
         prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
@@ -125,6 +126,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof = replace(with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
+    if proof.exact and reason is None and over_time is not None:
+        reason = over_time[1]  # chunks that may be part of the loss, of which a warning tells
     return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, calls.take_hooks)
 
 

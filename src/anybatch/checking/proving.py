@@ -222,11 +222,11 @@ class Proofs:
         if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn, nodes):
             return True
         unseen = own.unseen if task.splittable.collate is None else ()  # which is looked at as it is made
-        for one in unseen:  # in each step, so without a generator's calls
+        known = len(own.met)
+        for one in unseen:  # in each step, so without a generator's calls; all at once, for which one proof is enough
             if (one.keys, one.what) not in own.met and one.is_in(task.splittable.batches):
                 own.met.add((one.keys, one.what))
-                return True
-        return own.batches >= own.due
+        return len(own.met) > known or own.batches >= own.due
 
     def _watch(self, own: _Layout, task: Task, *, begins: bool = False) -> None:
         """Looks at what ``collate`` makes as it is made, since raw samples may not show what they become.

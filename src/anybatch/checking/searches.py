@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.batch.batches import Splittable
 from anybatch.batch.layout import lay_out, placement
 from anybatch.batch.trees import leaves
-from anybatch.checking.averages import Averages
+from anybatch.checking.averages import Averages, does_not_add_up
 from anybatch.checking.causes import more, reason
 from anybatch.checking.collated import Draws, padded_or_drawn
 from anybatch.checking.cuts import placed_one_by_one
@@ -42,7 +42,7 @@ def searched(case: Case, comparison: Comparison) -> list[Reason]:
             return found
         if comparison.error <= case.tolerance:  # as it turned out
             return []
-    return [reason("not additive")]
+    return [does_not_add_up(case.rig.task, list(comparison.whole.losses))]
 
 
 def _row_block(case: Case, comparison: Comparison) -> list[Reason]:

@@ -8,9 +8,10 @@ from itertools import product
 
 import torch
 
-from anybatch.checking.causes import how_far, listed, reason
+from anybatch.checking.causes import reason
 from anybatch.checking.gradients import Outcome
 from anybatch.checking.rig import Case, Rig, is_flag
+from anybatch.checking.wording import how_far, listed
 from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.sideeffects import Effect

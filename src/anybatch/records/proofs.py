@@ -51,7 +51,8 @@ class Proof(Plain):
         if self.outcome == "undecided":
             return f"not proved: {self.note}"
         what, by = ("loss", "comparison") if self.by == "losses" else ("gradient", self.by)
-        what = f"the same {what}" if self.exact else f"not the same {what}"
+        is_same = self.exact and not self.error > self.tolerance  # two lengths of chunks may be two losses
+        what = f"the same {what}" if is_same else f"not the same {what}"
         error = f"the whole's is 0, the parts' {self.apart:.2g}" if self.apart else f"error {self.error:.2g}"
         numbers = f"{error}, tolerance {self.tolerance:.2g}"
         note = f"; {self.note}" if self.note else ""

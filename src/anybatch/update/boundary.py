@@ -1,5 +1,6 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
+import copy
 import numbers
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,17 +54,32 @@ class Boundary:
         self._scaler, self._clip_norm, self._schedulers = scaler, clip_norm, schedulers
         self._watches: list[OptimizerWatch] = []
         self._parameters: Sequence[torch.Tensor] = ()
+        self._clipped: Sequence[torch.Tensor] = ()
         self.is_committed = self._scales = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Boundary":
+        """A copy whose schedulers are told of its optimizers' steps, too, which torch's copies are not."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        for one in twin._schedulers:
+            if isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+                _Listening(one.optimizer)
+        return twin
 
     def settings(self) -> dict[str, str]:
         """What an update is made with, by name."""
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins a logical batch: nothing is committed yet."""
+    def begin(self, parameters: Sequence[torch.Tensor], *, clipped: Sequence[torch.Tensor]) -> None:
+        """Begins a logical batch: nothing is committed yet.
+
+        Args:
+            parameters: all that get a gradient.
+            clipped: those of them that the norm is of.
+        """
         self.is_committed = False
         self._watches = []
-        self._parameters = parameters
+        self._parameters, self._clipped = parameters, clipped
         self._scales = self._scaler is not None and bool(self._scaler.is_enabled())
 
     def zero_(self) -> None:
@@ -92,7 +108,7 @@ class Boundary:
         if self._clip_norm is None:
             return None
         progress.text = "clipping"
-        return clip_(self._parameters, self._clip_norm)
+        return clip_(self._clipped, self._clip_norm)
 
     def skip_if_infinite(self, progress: Progress) -> str:
         """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
@@ -243,6 +259,14 @@ class Boundary:
         progress.text = "scaler.update"
         if any(infinities_found(self._scaler, optimizer) for optimizer in self._optimizers):
             self._scaler.update()
+
+
+class _Listening(torch.optim.lr_scheduler.LRScheduler):
+    """Changes nothing; as each scheduler, it has an optimizer note that it has stepped."""
+
+    def get_lr(self) -> list[Any]:
+        """The rates as they are."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def settings_of(

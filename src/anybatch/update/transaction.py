@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.accelerators import release_cache
 from anybatch.batch.batches import Part, Splittable
-from anybatch.errors import DoesNotFit, NotSplittable
+from anybatch.errors import DoesNotFit, NotSplittable, warn
 from anybatch.loss.losses import as_over_time
 from anybatch.loss.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
@@ -110,10 +110,10 @@ class Snapshot:
         written = sum(weight._version != version for weight, version in self._versions)
         if written and warns and not self._was_told:
             self._was_told = True
-            logger.warning(
-                "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
-                "the same samples writes to them again. Move such weights once for each step, after it", written,
-            )  # fmt: skip
+            warn(
+                f"the forward or the loss wrote into {written} weights in place, which are not put back; what runs "
+                "again on the same samples writes to them again. Move such weights once for each step, after it"
+            )
 
 
 class SizeLimit:

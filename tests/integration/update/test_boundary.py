@@ -1,5 +1,6 @@
 """What happens once a logical batch, in which order, and what comes of it."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,6 +129,41 @@ def test_clipping_sees_the_average_gradient(with_scaler: bool) -> None:
     torch.testing.assert_close(model.w.detach(), torch.tensor([0.0, -1.0]))
     assert step(torch.tensor([[0.5, 0.0]])).grad_norm == 0.5
     torch.testing.assert_close(model.w.grad, torch.tensor([0.5, 0.0]))
+
+
+@pytest.mark.parametrize("with_scaler", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_no_optimizer_has_does_not_count_in_the_norm(number: int, with_scaler: bool) -> None:
+    """A generator is stepped through a discriminator whose gradients are larger than its own."""
+    torch.manual_seed(0)
+    parts = {"maker": nn.Linear(3, 2), "more": nn.Linear(2, 2), "judge": nn.Linear(2, 1)}
+    model, noise = nn.ModuleDict(parts).double(), torch.randn(6, 3, dtype=torch.float64)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return 5 * model["judge"](model["more"](model["maker"](batch))).mean()
+
+    stepped = [("maker",), ("maker", "more")][number - 1]
+    by_hand = copy.deepcopy(model)
+    loss_fn(by_hand, noise).backward()
+    wanted = nn.utils.clip_grad_norm_([p for name in stepped for p in by_hand[name].parameters()], 0.5)
+    optimizers = [torch.optim.SGD(model[name].parameters(), lr=1.0) for name in stepped]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if with_scaler else None
+    step = anybatch.TrainStep(model, loss_fn, optimizers, micro_batch_size=2, clip_norm=0.5, scaler=scaler)
+    assert step(noise).grad_norm == pytest.approx(wanted.item())
+    for name in stepped:
+        for mine, other in zip(model[name].parameters(), by_hand[name].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_inputs_that_are_given_count_in_the_norm() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.0)
+    data, given = torch.tensor([[3.0, 4.0]]), [model.weight, model.bias]
+    norms = [
+        anybatch.TrainStep(model, mean_loss, optimizer, clip_norm=float("inf"), inputs=inputs)(data).grad_norm
+        for inputs in (None, given)
+    ]
+    assert norms == [5.0, pytest.approx(26**0.5)]
 
 
 def test_an_infinite_clip_norm_measures_only() -> None:

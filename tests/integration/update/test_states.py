@@ -37,9 +37,11 @@ def over_time() -> anybatch.TrainStep:
     cell = torch.nn.RNNCell(5, 3)
 
     def loss(model: Any, x: torch.Tensor, state: torch.Tensor) -> Any:
+        each = []
         for at in range(x.shape[1]):
             state = model(x[:, at], state)
-        return state.square().mean(), state
+            each.append(state.square().mean())
+        return torch.stack(each).mean(), state
 
     timed = anybatch.OverTime(loss, lambda model, x: x.new_zeros(len(x), 3), chunk=2, mode="truncated", carry=True)
     step = anybatch.TrainStep(cell, timed, torch.optim.SGD(cell.parameters(), lr=0.01))

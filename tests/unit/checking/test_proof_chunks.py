@@ -4,7 +4,7 @@ How it could be silently wrong: a loss that looks at the steps of its chunk only
 and both ways to split the samples cut time alike.
 """
 
-import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +106,29 @@ def forgetful(model: Any, chunk: Any, state: Any) -> Any:
     return plain(model, chunk, torch.zeros_like(state))
 
 
+def forgotten(model: Any, chunk: Any, state: Any) -> Any:
+    return plain(model, chunk, torch.zeros_like(state))[0], state
+
+
+def not_handed_on(model: Any, chunk: Any, state: Any) -> Any:
+    return plain(model, chunk, state)[0], state
+
+
+def in_context(model: Any, chunk: Any, state: Any) -> Any:
+    """What all chunks have is in the state, and no chunk tells the next one anything."""
+    hidden, _ = model.rnn(chunk["x"] + state.unsqueeze(1))
+    return of_steps(model, chunk, hidden).mean(), state
+
+
+def no_state(model: Any, batch: Any) -> Any:
+    return ()
+
+
+def context(model: Any, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = batch["x"][:, 0]
+    return found
+
+
 def detached(model: Any, chunk: Any, state: Any) -> Any:
     loss, state = plain(model, chunk, state)
     return loss, state.detach()
@@ -168,9 +191,15 @@ LEGAL: dict[str, Callable[[], tuple[anybatch.OverTime, dict[str, Any]]]] = {
 FAULTY: dict[str, Callable[[int | None], anybatch.OverTime]] = {
     "a mean over what its chunk has": lambda chunk: over(uncounted, chunk=chunk),
     "a position from 0": lambda chunk: over(position_from_0, chunk=chunk),
-    "a convolution without its last inputs": lambda chunk: over(conv_without_state, chunk=chunk),
+    "a convolution without its last inputs": lambda chunk: over(conv_without_state, no_state, chunk=chunk),
     "statistics of the chunk": lambda chunk: over(normalised, chunk=chunk),
-    "the state is forgotten": lambda chunk: over(forgetful, chunk=chunk),
+    "a state for all chunks": lambda chunk: over(in_context, context, chunk=chunk),
+}
+WITHOUT_STATE: dict[str, tuple[Callable[..., Any], str]] = {
+    "a convolution that does not read its state": (conv_without_state, "does not read the state"),
+    "the state is forgotten": (forgetful, "does not read the state"),
+    "the state is forgotten and returned": (forgotten, "does not read the state"),
+    "the state is read and returned": (not_handed_on, "the one that it was given"),
 }
 
 
@@ -198,13 +227,30 @@ def test_what_does_not_depend_on_its_chunks_passes(name: str, size: int | None) 
 
 @pytest.mark.parametrize("size", [None, 4, 1])
 @pytest.mark.parametrize("name", list(FAULTY))
-def test_what_depends_on_the_chunks_that_its_author_gives_is_told(
-    name: str, size: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_depends_on_the_chunks_that_its_author_gives_is_told(name: str, size: int | None) -> None:
     is_of_rows = name == "a mean over what its chunk has"  # which is stopped where rows are split
-    out = ran(FAULTY[name](4), batch_of(), None if is_of_rows else size)
+    with pytest.warns(anybatch.AnyBatchWarning, match="where(ver)? time is cut"):
+        out = ran(FAULTY[name](4), batch_of(), None if is_of_rows else size)
     assert "in chunks of 4 steps, which have another loss" in out.proof.note
-    assert re.search("where(ver)? time is cut", caplog.text)
+    assert (": not the same gradient" in str(out.proof)) == (out.proof.error > out.proof.tolerance)
+
+
+@pytest.mark.parametrize("mode", ["exact", "truncated"])
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("name", list(WITHOUT_STATE))
+def test_a_state_that_tells_a_chunk_nothing_is_stopped_whoever_gave_the_chunks(
+    name: str, size: int | None, mode: Any
+) -> None:
+    chunk_loss, cause = WITHOUT_STATE[name]
+    with pytest.raises(anybatch.NotSplittable, match=f"does not depend on the state(.|\n)*{cause}"):
+        ran(over(chunk_loss, mode=mode), batch_of(), size)
+
+
+def test_a_state_that_is_not_read_is_told_where_the_proof_only_warns() -> None:
+    with pytest.warns(anybatch.AnyBatchWarning, match="does not read the state"):
+        out = ran(over(forgetful), batch_of(), 4, verify="warn")
+    assert not out.proof.exact
+    assert "not the same gradient" in str(out.proof)
 
 
 @pytest.mark.parametrize("made", [*FAULTY.values(), with_detached_state])
@@ -228,23 +274,25 @@ def test_packed_sequences_pass(size: int | None) -> None:
     assert "in chunks of 4 and of" in str(out.proof)
 
 
-def test_truncated_chunks_with_other_values_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_chunks_with_other_values_are_told_once() -> None:
     model, loss = Tagger(), over(position_from_0, mode="truncated")
     step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.01))
-    for _ in range(2):
+    with pytest.warns(anybatch.AnyBatchWarning, match="depends on where time is cut"):
         step(batch_of())
-    assert caplog.text.count("depends on where time is cut") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batch_of())
 
 
-def test_what_is_in_one_chunk_is_not_compared_until_it_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_in_one_chunk_is_not_compared_until_it_is_cut() -> None:
     loss = over(position_from_0, chunk=STEPS)
     model = Tagger()
     step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.01))
     assert step(batch_of()).proof is None
-    proof = step(batch_of(steps=2 * STEPS)).proof
+    with pytest.warns(anybatch.AnyBatchWarning, match="where time is cut"):
+        proof = step(batch_of(steps=2 * STEPS)).proof
     assert proof is not None
     assert proof.chunks == (STEPS, 2 * STEPS)
-    assert "where time is cut" in caplog.text
 
 
 def test_it_leaves_the_run_as_it_was() -> None:
@@ -260,14 +308,13 @@ def test_it_leaves_the_run_as_it_was() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_raw_samples_are_compared_before_they_are_put_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_raw_samples_are_compared_before_they_are_put_together() -> None:
     batch = batch_of()
     rows = [{name: one[row] for name, one in batch.items()} for row in range(len(batch["x"]))]
     collate = torch.utils.data.default_collate
     assert ran(over(plain), rows, 4, collate=collate).proof.exact
-    assert not caplog.text
-    ran(over(position_from_0), rows, 4, collate=collate)
-    assert "where time is cut" in caplog.text
+    with pytest.warns(anybatch.AnyBatchWarning, match="where time is cut"):
+        ran(over(position_from_0), rows, 4, collate=collate)
 
 
 def summed_steps(model: Any, chunk: Any, state: Any) -> Any:

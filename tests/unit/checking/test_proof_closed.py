@@ -169,7 +169,7 @@ def test_a_plan_with_room_for_losses_only_stops_though_the_explanation_fails(bro
         steps(net(), root, micro_batch_size=1)(rows(6))
 
 
-@pytest.mark.parametrize("place", ["examination.Examination", "causes.listed"])
+@pytest.mark.parametrize("place", ["examination.Examination", "wording.listed"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_certificate_with_an_error_of_its_own_does_not_lose_a_difference(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch

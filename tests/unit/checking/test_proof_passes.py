@@ -4,6 +4,7 @@ What would be wrong in silence: a proof that is not made where it should be; one
 the run is another than without it.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -488,6 +489,11 @@ def test_it_is_let_through_and_nothing_is_left_of_it(name: str, size: int) -> No
     assert out.loss == plain.loss
     for one, another in zip(values, expected, strict=True):
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
+
+
+def test_what_is_logged_is_seen_where_no_log_is_configured() -> None:
+    """Python prints a warning of a logger without handlers to stderr; a NullHandler would swallow it."""
+    assert not logging.getLogger("anybatch").handlers
 
 
 def test_what_could_not_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

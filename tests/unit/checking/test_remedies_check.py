@@ -112,7 +112,8 @@ def test_of_what_does_not_add_up() -> None:
         out = model(batch["x"])
         return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 
-    said(check(linear(), contrastive, batch), WHOLE, COUPLED, '{"first": anybatch.Mean(items.sum(), len(items)), ...}')
+    before, apart_from = "batch = prepare(batch); step(batch)", '{"first": anybatch.Mean(items.sum(), len(items)), ...}'
+    said(check(linear(), contrastive, batch), WHOLE, COUPLED, before, apart_from)
     assert_whole_is_plain(linear(), contrastive, batch)
     loss = anybatch.Coupled(lambda m, b: m(b["x"]), lambda m, out: F.cross_entropy(out @ out.T, torch.arange(len(out))))
     assert check(linear(), loss, batch).exact
@@ -126,7 +127,7 @@ def test_of_what_does_not_add_up() -> None:
         first, second = out[batch["y"] == 0], out[batch["t"] > 0]
         return {"first": anybatch.Mean(first.sum(), len(first)), "second": anybatch.Mean(second.sum(), len(second))}
 
-    said(check(linear(), two_means, vectors(31)), WHOLE, COUPLED, "Mean(items.sum(), len(items))")
+    said(check(linear(), two_means, vectors(31)), WHOLE, COUPLED, before, "Mean(items.sum(), len(items))")
     assert check(linear(), apart, vectors(31), count="forward").exact
     drifting = anybatch.Coupled(lambda m, b: m(b["x"]) - m(b["x"]).mean(0), lambda m, out: out.square().mean())
     said(check(linear(), drifting, batch), WHOLE)

@@ -33,8 +33,19 @@ from test_remedies_check import (
 
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
-# of another dimension by test_proof_uncut.py, and of micro-batches of one size by test_proof_moves.py.
-IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension", "one size"}
+# of another dimension by test_proof_uncut.py, of micro-batches of one size by test_proof_moves.py, and of one count= of
+# several losses by test_proof_worded.py.
+IN_PROOFS = {
+    "unexplained",
+    "in parts",
+    "whole batch",
+    "time",
+    "time of the gradient",
+    "time of the state",
+    "one count",
+    "other dimension",
+    "one size",
+}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
@@ -466,7 +477,7 @@ def test_of_a_flag_that_is_turned_later() -> None:
     with pytest.warns(UserWarning, match=r"anybatch.check\(model, loss_fn, batch\)  # once it is turned"):
         trained(model, reads, vectors(), steps=1, micro_batch_size=4)
     model.kept.fill_(True)
-    said(check(model, reads, vectors()), WHOLE, COUPLED, "return {")
+    said(check(model, reads, vectors()), WHOLE, COUPLED, "batch = prepare(batch)", "return {")
 
 
 @follows("later buffer")

@@ -96,6 +96,27 @@ def test_a_shallow_copy_is_refused_and_a_deep_one_is_a_step_of_its_own() -> None
     assert (step.updates, twin.updates) == (0, 1)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", ["one", "in a row"])
+def test_a_deep_copy_goes_on_with_a_scheduler_of_its_own(kind: str, steps: int) -> None:
+    """Where a warning of torch, such as that optimizer.step() was overridden, would be an error."""
+    schedulers = torch.optim.lr_scheduler
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    each = [schedulers.LambdaLR(optimizer, lambda count: 0.5**count) for _ in range(2)]
+    scheduler = each[0] if kind == "one" else schedulers.SequentialLR(optimizer, each, [4])
+    step = anybatch.TrainStep(model, mean_square, optimizer, scheduler=scheduler, verify="off")
+    for _ in range(steps):
+        step(BATCH)
+    twin = copy.deepcopy(step)
+    rates = [one._boundary._optimizers[0].param_groups[0] for one in (step, twin)]
+    assert rates[1]["lr"] == rates[0]["lr"] == 0.1 * 0.5**steps
+    twin(BATCH)
+    assert rates[1]["lr"] == rates[0]["lr"] / 2
+    step(BATCH)
+    assert rates[1]["lr"] == rates[0]["lr"]
+
+
 # --- errors after the update -----------------------------------------------------------------------------------------
 
 
