@@ -302,3 +302,18 @@ def test_a_term_beside_one_that_is_weighed_with_rewards_is_not_said_to_be_outwei
 
     loss = of_rewards if is_reward else of_others
     assert answer(lambda: trained(Latent(), of_images, loss), "outweighed") == expected
+
+
+def test_zeros_of_a_mask_that_take_the_gradient_away_are_no_errors() -> None:
+    """Values of the next states count where an episode goes on, by a net that is not detached."""
+
+    def learns() -> None:
+        net = nn.Linear(6, 1)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            state, after, ends = torch.randn(32, 6), torch.randn(32, 6), (torch.arange(32)[:, None] % 16 == 0).float()
+            optimizer.zero_grad()
+            F.smooth_l1_loss(net(state), torch.rand(32, 1) + 0.9 * net(after) * ends).backward()
+            optimizer.step()
+
+    assert answer(learns, "unseen errors") == "no"
