@@ -33,8 +33,17 @@ from test_remedies_check import (
 
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
-# of another dimension by test_proof_uncut.py, and of micro-batches of one size by test_proof_moves.py.
-IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension", "one size"}
+# of another dimension by test_proof_uncut.py, of micro-batches of one size by test_proof_moves.py, and of samples that
+# meet in ``collate`` by test_proof_coupled_by_collate.py.
+IN_PROOFS = {
+    "unexplained",
+    "in parts",
+    "whole batch",
+    "time",
+    "time of the gradient",
+    "other dimension",
+    "one size",
+} | {"collated together"}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
