@@ -1,5 +1,6 @@
 """Splitting batches into micro-batches, by a number of samples or by the cost of raw samples."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -249,10 +250,20 @@ class Splittable:
         return found
 
     def collated_from_copies(self) -> "Splittable":
-        """The same logical batch, of whose raw samples ``collate`` gets copies, which it may write to."""
+        """The same logical batch, of whose raw samples ``collate`` gets copies, which it may write to.
+
+        It gets the samples themselves where it fails with copies, as it does if it knows them by their identity.
+        """
         found, collate = copy.copy(self), self.collate
-        if collate is not None:
-            found.collate = lambda samples: collate([writable(one) for one in samples])
+        if collate is None:
+            return found
+
+        def from_copies(samples: list[Any]) -> Any:
+            with contextlib.suppress(Exception):
+                return collate([writable(one) for one in samples])
+            return collate(samples)
+
+        found.collate = from_copies
         return found
 
     def joined(self, batches: Sequence[Any]) -> Any:

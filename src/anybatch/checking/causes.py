@@ -198,8 +198,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "encode": Cause(
         "not-additive",
-        "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or draws other "
-        "random numbers there.",
+        "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or other draws.",
         (WHOLE,),
     ),
     "mixed before": Cause(
@@ -207,6 +206,12 @@ CAUSES: dict[str, Cause] = {
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
         "for the same samples, such as when they are normalised by the batch, mixed, or cut to the longest of them.",
         (WHOLE, _BEFORE + "  # couple the samples before the batch is split"),
+    ),
+    "collated together": Cause(
+        "not-additive",
+        "Samples meet others of the batch in `collate`, however long they are padded, as by torch.randperm or when "
+        "they are normalised by the batch: it makes something else of the same samples in micro-batches.",
+        (WHOLE, "batch = collate(samples); step(batch)  # without collate=: they meet before the batch is split"),
     ),
     "unexplained": Cause(
         "not-additive",
@@ -445,7 +450,7 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
-    "one size": Cause(
+    "one size": Cause(  # without the whole batch at once, which is of another size
         "state",
         "Only micro-batches of {size} samples run, and give something else one after the other than in another order, "
         "{error:off}: what the samples of one leave, such as a hidden state, goes on with those of the next. Give each "
@@ -453,7 +458,6 @@ CAUSES: dict[str, Cause] = {
         (
             'batch["state"] = state  # a row for each sample; once, after the step: state = out.metrics["state"]',
             'return loss, {{"state": new}}  # in the loss, which reads batch["state"]',
-            WHOLE,
         ),
     ),
     "shared state": Cause(

@@ -31,11 +31,10 @@ class CallsOf:
         if not has_compiled() or not isinstance(self._model, torch.nn.Module):
             yield
             return
-        handle = self._model.register_forward_pre_hook(self._see)
-        try:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(Exception):  # a scripted module takes none; its calls are then not met
+                stack.callback(self._model.register_forward_pre_hook(self._see).remove)
             yield
-        finally:
-            handle.remove()
 
     def _see(self, *_: Any) -> None:
         compiler = sys.modules["torch._dynamo.eval_frame"].__file__

@@ -94,7 +94,7 @@ class Rig:
         self.stand_ins = (
             StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
         )
-        self.effects = SideEffects([task.model, task.loss_fn, task.splittable.collate])  # what a run changes in Python
+        self.effects = SideEffects([task.model, task.loss_fn], of_data=[task.splittable.collate])  # of a run in Python
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from anybatch.checking.gradients import Comparison, Outcome, distance
 from anybatch.checking.meeting import meets
 from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Case, muted, scaled
+from anybatch.checking.standins import Turns
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
@@ -171,14 +172,18 @@ def _padding(case: Case, comparison: Comparison) -> list[Reason]:
 
     If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
     """
-    draws = Draws(case.rig.effects)
-    padded = joined(case.rig.splittable)
-    if case.rig.splittable.collate is None or padded is None:
+    own, stand_ins = case.rig.splittable, case.rig.stand_ins
+    if own.collate is None:
         return []
-    is_drawn = draws.are_met
+    draws = Draws(case.rig.effects, stand_ins)
+    with stand_ins or nullcontext():  # as the whole batch was made: in the same precision, of the same numbers
+        padded = joined(Turns(stand_ins, own.rows, [range(own.rows)]).collated(own))
+    drawn = draws.met()
+    if padded is None:
+        return []
     splits = case.rig.splits(padded)
     if case.is_exact(splits=splits, splittable=padded):
-        return padded_or_drawn(case, comparison, padded, splits) if is_drawn else [reason("padding")]
+        return padded_or_drawn(case, comparison, padded, splits, drawn)
     case.rig.task, case.splits = replace(case.rig.task, splittable=padded, micro_batch_size=None), splits
     return []
 

@@ -86,9 +86,10 @@ class StepResult:
         return page_of(self)
 
     def _read(self, name: str) -> Any:
-        if name in self._to_compute:
-            self._known[name] = self._to_compute[name]()
-            del self._to_compute[name]
+        compute = self._to_compute.get(name)
+        if compute is not None:  # several threads may be here at once: all get what the first one stores
+            self._known.setdefault(name, compute())
+            self._to_compute.pop(name, None)  # after it is known
         return self._known.get(name)
 
     def __getstate__(self) -> object:

@@ -24,6 +24,7 @@ import torch
 from anybatch.tensors.dispatch import unseen
 
 LARGEST_COPY = 2**28  # bytes; a larger tensor, such as a whole data set, is not saved
+_LARGEST_OF_DATA = 2**16  # bytes, the same for what a data set may be behind, which has many
 _MOST_HOLDERS = 20_000
 _MOST_ITEMS = 10_000  # a larger container is not looked into
 INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward"}  # saved elsewhere
@@ -122,6 +123,7 @@ class SideEffects:
 
     Args:
         tensors: whether to save the values of tensors; else only which storage each has, parameters included.
+        of_data: further ones, which may reach a data set: of their own tensors and arrays only small ones are saved.
 
     Example:
         >>> __name__, calls = "__main__", [0]  # as in a script
@@ -140,14 +142,17 @@ class SideEffects:
     """
 
     @unseen
-    def __init__(self, roots: Iterable[Any], *, tensors: bool = True) -> None:
-        self._tensors = tensors
+    def __init__(self, roots: Iterable[Any], *, tensors: bool = True, of_data: Iterable[Any] = ()) -> None:
+        self._tensors, self._largest = tensors, LARGEST_COPY
         self._holders: list[_Holder] = []
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no other one gets the same id
         self._classes: set[type] = set()
         self._globals: set[tuple[int, str]] = set()
         with contextlib.suppress(RecursionError):
             for root in roots:
+                self._visit(root, Place("loss_fn", ""))
+            self._largest = _LARGEST_OF_DATA
+            for root in of_data:
                 self._visit(root, Place("loss_fn", ""))
 
     @unseen
@@ -243,7 +248,7 @@ class SideEffects:
             return
         if value.requires_grad or value.is_meta or value.is_inference() or value.layout is not torch.strided:
             return
-        if value.numel() * value.element_size() <= LARGEST_COPY:
+        if value.numel() * value.element_size() <= self._largest:
             known = value.detach().to("cpu", copy=True)  # on the CPU: the device's memory is budgeted
             version = value._version
 
@@ -257,7 +262,7 @@ class SideEffects:
             self._hold_value(get, torch.no_grad()(value.copy_), place)
 
     def _visit_array(self, value: Any, place: Place) -> None:
-        if value.nbytes <= LARGEST_COPY and value.flags.writeable:
+        if value.nbytes <= self._largest and value.flags.writeable:
             saved = self._hold_value(value.copy, functools.partial(value.__setitem__, ...), place)
             for item in saved.flat if value.dtype.hasobject and value.size <= _MOST_ITEMS else ():
                 self._visit(item, place)

@@ -135,3 +135,26 @@ def test_samples_that_are_taken_by_what_the_model_gives_are_told(way: Any) -> No
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mean_over_samples_is_not_told(way: Any) -> None:
     assert trained(way, mean, micro_batch_size=6)[0] == ""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 6))])
+def test_a_scripted_model_which_takes_no_hooks_is_proved(scripted: Any) -> None:
+    torch.compile(Part(), backend=Counting())(torch.ones(2, 6))
+    model = scripted(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    out = anybatch.backward(model, mean, {"x": torch.randn(24, 6), "y": torch.randint(4, (24,))}, micro_batch_size=6)
+    assert out.proof is not None
+    assert out.proof.exact
+
+
+def test_a_model_that_refuses_hooks_is_proved() -> None:
+    class Closed(Net):
+        def register_forward_pre_hook(self, *given: Any, **options: Any) -> Any:
+            raise TypeError("takes no hooks")
+
+    torch.compile(Part(), backend=Counting())(torch.ones(2, 6))
+    proof = anybatch.backward(
+        Closed(), mean, {"x": torch.randn(24, 6), "y": torch.randint(4, (24,))}, micro_batch_size=6
+    ).proof
+    assert proof is not None
+    assert proof.exact

@@ -202,6 +202,7 @@ def test_a_state_of_one_batch_size_that_goes_on_with_other_samples_is_stopped() 
     ) as got:
         anybatch.backward(model, of_stateful, batch, micro_batch_size=8)
     assert 'batch["state"] = state' in str(got.value)
+    assert "whole batch at once" not in str(got.value)  # which is of another size
     assert not model.state.any()
 
     def as_data(model: Any, batch: Any) -> Any:
