@@ -260,7 +260,7 @@ def _check_graph(step: LoopStep, statement: ast.stmt) -> None:
     """Refuses what needs the graph or the gradients as they are before the backward."""
     node = next((one for one in ast.walk(statement) if called(one) in NEEDS_GRAPH or _is_grad(one)), None)
     if node is not None and called(node) == "backward":
-        lines = " and ".join(dict.fromkeys([str(node.lineno), str(step.back.lineno)]))
+        lines = " and ".join(dict.fromkeys([str(getattr(node, "lineno", 0)), str(step.back.lineno)]))
         raise StepUnclear(
             f"{step.source.path} calls backward() twice for one update (line {lines}); "
             'have one loss function return both losses in a mapping, as in: return {"first": first, "second": second}, '

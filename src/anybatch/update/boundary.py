@@ -58,7 +58,7 @@ class Boundary:
         self.is_committed = self._scales = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Boundary":
-        """A copy whose schedulers are told of its optimizers' steps, too, which torch's copies are not."""
+        """A copy whose schedulers count its optimizers' steps, too, which those of torch's copies do not."""
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update(copy.deepcopy(vars(self), memo))
         for one in twin._schedulers:

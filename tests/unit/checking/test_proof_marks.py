@@ -56,7 +56,12 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Each proof that is made."""
     made: list[Any] = []
     prove: Callable[..., Any] = proof.prove
-    monkeypatch.setattr(proof, "prove", lambda *given: made.append(given) or prove(*given))
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return prove(*given)
+
+    monkeypatch.setattr(proof, "prove", counted)
     return made
 
 

@@ -127,7 +127,7 @@ def test_questions_that_run_a_step_many_times_have_a_share_of_the_time_left(
     tapes = {number: written(inplace=False)[0] for number in range(optimizers)}
     kept = SimpleNamespace(tapes=tapes, earlier={}, batches=(), names=())
     monkeypatch.setattr(asking, "OF_A_RUN", ())
-    monkeypatch.setattr(asking.adversaries, "helped", lambda kept: iter(()))
+    monkeypatch.setattr("anybatch.doctor.ask.adversaries.helped", lambda kept: iter(()))
     list(asking.asked(cast("Any", kept), cast("Any", None), {}, time.perf_counter() + 1.0))
     assert len(left) == optimizers
     assert all(one > 0.2 for one in left)

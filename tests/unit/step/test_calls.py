@@ -103,7 +103,7 @@ def test_a_deep_copy_goes_on_with_a_scheduler_of_its_own(kind: str, steps: int) 
     schedulers = torch.optim.lr_scheduler
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    each = [schedulers.LambdaLR(optimizer, lambda count: 0.5**count) for _ in range(2)]
+    each: list[schedulers.LRScheduler] = [schedulers.LambdaLR(optimizer, lambda count: 0.5**count) for _ in range(2)]
     scheduler = each[0] if kind == "one" else schedulers.SequentialLR(optimizer, each, [4])
     step = anybatch.TrainStep(model, mean_square, optimizer, scheduler=scheduler, verify="off")
     for _ in range(steps):
