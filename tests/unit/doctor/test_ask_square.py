@@ -64,8 +64,8 @@ class Highway(nn.Module):
         if self.kind == "right":
             x = x.permute(0, 2, 1)
         found: torch.Tensor = self.line(x.contiguous().view(-1, places)).view(rows, -1)
-        found = found + self.rest(x.flatten(1))
-        return found
+        rest: torch.Tensor = self.rest(x.flatten(1))
+        return found + rest
 
 
 def forecast(net: nn.Module, places: int, series: int, classes: int = 0) -> None:
