@@ -32,11 +32,6 @@ class Unseen(NamedTuple):
     has: _Has  # whether an entry of it is so
     what: Any = ""  # what it is known by
 
-    @property
-    def is_mark(self) -> bool:
-        """Whether it is a number that may stand for a padding, an end or a flag."""
-        return isinstance(self.what, int) and self.what >= 0
-
     def is_in(self, batches: Iterable[Any]) -> bool:
         """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
         for batch in batches:
@@ -137,22 +132,6 @@ def even_in(batches: Sequence[Any], broadcast: Sequence[str] = ()) -> list[Unsee
         for has, what in ((_is_uneven, "uneven"), *_others(leaf))
     ]
     return [one for one in found if not one.is_in(batches)]
-
-
-def marked(splittable: Splittable, sizes: Sequence[int], marks: Iterable[Unseen]) -> Splittable:
-    """A batch some of whose numbers are marks, by chance and by another rate in each sample.
-
-    Args:
-        sizes: samples of the micro-batches.
-        marks: of what it does not have, those that are marks.
-    """
-    (batch,) = splittable.batches
-    values, generator = flat(batch), torch.Generator("cpu").manual_seed(0)
-    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
-        if own := [int(one.what) for one in marks if one.keys == tuple(keys)]:
-            drawn = torch.randint(len(own), leaf.shape, generator=generator, device="cpu")
-            values[place] = torch.where(_by_chance(leaf, sizes), leaf, torch.tensor(own)[drawn].to(leaf))
-    return Splittable([like(batch, values)], broadcast=splittable.broadcast)
 
 
 def _ends(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.causes import explained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import Unseen, even, is_not_full, marked, moved, thinned, uncounted, unseen
+from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
 from anybatch.checking.proof import Seen, prove_among_many, with_note
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import in_place_of
@@ -211,12 +211,12 @@ class Replay:
                     if found is not None or not self._seen.ranks:  # else a model may, of which outputs show nothing
                         return found
                 else:
-                    self.unseen += self._even()
+                    self.unseen += even(self._task.splittable)
         except Exception as error:
             if self._task.is_planned and isinstance(error, OverBudget):
                 raise
             Failure(error).release()  # what was given may be of no sample, or the loss may use more of a model
-            self.unseen += self._even()
+            self.unseen += even(self._task.splittable)
         if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
@@ -224,21 +224,6 @@ class Replay:
             if found is not None:
                 return replace(found[0], update=self._proof.update), found[1]
         return None
-
-    def _even(self) -> list[Unseen]:
-        """What the batch does not have; but for marks among a few samples that make no difference to these."""
-        task, every = self._task, even(self._task.splittable)
-        if self._proof.group > 1 or not self._proof.exact or not any(one.is_mark for one in every):
-            return every
-        sizes = tuple(min(most, len(part.samples)) for most, part in zip(_FEW, self._parts, strict=False))
-        rows = [row for part, size in zip(self._parts, sizes, strict=False) for row in part.samples[:size]]
-        room = Recording(limit=self._seen.room) if task.is_planned else contextlib.nullcontext()
-        with tolerated(), surroundings(), room:
-            other = marked(task.splittable.chosen(rows), sizes, [one for one in every if one.is_mark])
-            own = self._split._replace(task=replace(task, splittable=other))
-            if Trial(own).difference(Cut(other, sizes), in_single=False).is_none:
-                return [one for one in every if not (one.is_mark and one.is_in(other.batches))]
-        return every
 
     def _uneven(self) -> Iterator[list[Part]]:
         """Two micro-batches in which the model is called another number of times, as by a branch on their size."""
