@@ -122,9 +122,9 @@ def _of_state(rig: Rig, loss: OverTime, length: int) -> str:
     moved = rig.run(loss_fn=_Followed(loss, length, by=_MOVED).loss)
     if max(moved.error(whole), moved.value_error(whole)) <= _SAME:
         return "`chunk_loss` does not read the state that it is given"
-    # A state that stays may be what the sequences have in common, such as the output of an encoder; no such one is
-    # a single number everywhere.
-    stays = plain.is_even and not plain.is_changed
+    # A state that stays may be what the sequences have in common, such as the output of an encoder or a temperature; no
+    # such one is zeros, as a state is where the first chunk begins.
+    stays = plain.is_zero and not plain.is_changed
     return "the state that `chunk_loss` returns is the one that it was given" if stays else ""
 
 
@@ -134,7 +134,7 @@ class _Followed:
     Attributes:
         loss: the loss.
         has_numbers: whether there are floating point numbers in a state.
-        is_even: whether each of its tensors has one value throughout, where a chunk begins.
+        is_zero: whether each of its tensors has several numbers and all are 0, where a chunk begins.
         is_changed: whether a chunk returned another state than the one it had.
     """
 
@@ -142,17 +142,26 @@ class _Followed:
         self.loss, self._chunk_loss, self._by = copy.copy(loss.in_chunks(length)), loss.chunk_loss, by
         self.loss.chunk_loss = self._call
         self.has_numbers = self.is_changed = False
-        self.is_even = True
+        self.is_zero = True
 
     def _call(self, model: Any, chunk: Any, state: Any) -> Any:
-        given = map_leaves(lambda leaf: leaf + self._by if _is_numbers(leaf) else leaf, state) if self._by else state
+        given = map_leaves(lambda leaf: _moved(leaf, self._by), state) if self._by else state
         returned = self._chunk_loss(model, chunk, given)
         before = [leaf for leaf in flat(given) if _is_numbers(leaf)]
         after = [leaf for leaf in flat(returned[1]) if _is_numbers(leaf)]
         self.has_numbers |= bool(before)
-        self.is_even &= all(bool((leaf == leaf.flatten()[0]).all()) for leaf in before)
+        self.is_zero &= all(leaf.numel() > 1 and not bool(leaf.any()) and leaf.grad_fn is None for leaf in before)
         self.is_changed |= len(before) != len(after) or not all(map(torch.equal, before, after))
         return returned
+
+
+def _moved(leaf: Any, by: float) -> Any:
+    """Numbers each of which is moved by another amount and all are turned: a softmax or a norm reads no common one."""
+    if not _is_numbers(leaf):
+        return leaf
+    size = leaf.detach().abs().mean() + 1
+    steps = torch.linspace(-1, 2, leaf.numel(), dtype=torch.float64, device="cpu").sin().reshape(leaf.shape)
+    return (leaf if leaf.numel() < 2 else -leaf) + 2 * by * size * (steps + 0.7).to(leaf)
 
 
 def _is_numbers(leaf: Any) -> bool:

@@ -179,8 +179,18 @@ def detached_draw(step: Step) -> Iterator[Probed]:
             for part, other, name in ((mean, scale, "mean"), (scale, mean, "deviation")):
                 cut = _cut_off(makers, part) if step.values[other].requires_grad else None
                 (slope,) = step.slopes(cut.given[0]) if cut and step.values[cut.given[0]].requires_grad else (None,)
-                if slope is not None and bool(slope.any()) and step.values[operation.outs[0]].requires_grad:
-                    yield said(cut, part=name, op=cut.name if cut else "")
+                if cut is None or slope is None or not bool(slope.any()):
+                    continue
+                is_other = cut.given[0] == other or cut.given[0] in step.made_of(other)  # noise of the size of a value
+                if not is_other and not _is_compared(step, cut.given[0], operation.outs[0]):
+                    yield said(cut, part=name, op=cut.name)
+
+
+def _is_compared(step: Step, slot: Slot, draw: Slot) -> bool:
+    """Whether a tensor meets what comes from outside otherwise than by a draw, and is trained by that."""
+    behind = step.made_with(slot) - step.made_with(draw)
+    meeting = step.used("sub", "rsub", "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", *DISTANCES)
+    return any(set(one.given) & behind and set(one.given) & step.inputs for one in meeting)
 
 
 def _cut_off(makers: Mapping[Slot, Operation], slot: Slot) -> Operation | None:

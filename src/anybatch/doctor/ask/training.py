@@ -98,7 +98,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     once = _once(inputs[counted])
     is_fresh = len(once) > (1 - _REPEATED) * int(counted.sum())  # none came twice, to be learned by heart
     inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
-    labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh)
+    labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh, texts=bool(texts))
     is_mask = _is_mask(given["target"], name)
     if labels is None:
         _refuse_few(len(once), _LEAST_MASKS if is_mask else _LEAST_NUMBERS)

@@ -274,7 +274,11 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         else "A result on the way to the loss",
     }.get(first.where, first.where)  # fmt: skip
     by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
-    made = next(iter(run.answers("buffer not a number")), None) if first.where == "input" else None
+    made = (
+        next(iter(run.answers("buffer not a number")), None)
+        if first.where == "input" and first.step == first.late
+        else None
+    )
     if made is not None:
         yield _of_a_buffer(run, first, made)
         return

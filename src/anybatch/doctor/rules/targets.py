@@ -36,9 +36,14 @@ def labels_unrelated(
     for probed in run.answers("labels") if not torn else ():
         word = outcome(run).word
         same = run.answers("related", "no") if word == "undecided" and not any(run.of(Scored)) else ()
-        if (word == "learning" and not _at_first(run) > flat) or (
-            probed.evidence.get("fresh") and word != "not learning" and not same
-        ):
+        texts = bool(probed.evidence.get("texts"))  # of which a small copy may know too little
+        gained = [float(one.evidence["others"]) - float(one.evidence["loss"]) - float(one.evidence["spread"])
+                  for one in same if texts and "spread" in one.evidence]  # fmt: skip
+        same = () if any(one > 0 for one in gained) else same
+        is_new = probed.evidence.get("fresh") or texts
+        if (word == "learning" and not _at_first(run) > flat) or (is_new and word != "not learning" and not same):
+            continue
+        if texts and any(True for _ in run.answers("rate")):
             continue
         of_numbers = "classes" not in probed.evidence  # what is learned may be finer than the samples that were kept
         if of_numbers and (word == "learning" or adversarial(run)):

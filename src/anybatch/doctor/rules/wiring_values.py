@@ -74,7 +74,8 @@ def _all_frozen(run: Run) -> Iterator[Found]:
         is_idle = moved.isdisjoint(each.parameter for each in (*own.values(), *whole))
         frozen = not any(each.requires_grad for each in (*own.values(), *whole))
         stepped = len(one.steps) >= _FROZEN_STEPS and not any(step.with_grad or step.edited for step in one.steps)
-        if not own or roots == {-1} or not is_idle or not frozen or not stepped:
+        elsewhere = any(step.with_grad for other in optimizers(run) for step in other.steps)  # a head, or a prompt
+        if not own or roots == {-1} or not is_idle or not frozen or not stepped or elsewhere:
             continue
         model = root_variable(run, min(roots))
         yield Found(

@@ -127,7 +127,9 @@ def _predictions(name: str, first: torch.Tensor, dim: int) -> dict[str, Any]:
 
 
 def _are_distributions(target: torch.Tensor) -> bool:
-    """Whether no entry is negative, and the sum over the last dim, or over dim 1, is 1 everywhere."""
+    """Whether no entry is negative, and the sum over the last dim, or over dim 1, is 1 everywhere; of rows only."""
+    if target.dim() < 2:
+        return False
     low, *ends = torch.stack(
         [target.min(), *target.sum(-1).aminmax(), *target.sum(min(1, target.dim() - 1)).aminmax()]
     ).tolist()

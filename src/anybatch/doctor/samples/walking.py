@@ -348,12 +348,27 @@ def spread(start: Any, rows: int, scored: Mapping[Any, tuple[int, ...]]) -> tupl
         count = (shape_of(node) or (0,))[0] if name in _PAIRING and len(before) == 2 and len(real) == 1 else 0
         if count > 1 and shape_of(node) == (count, count) and (count == rows or _is_column(real[0], count)):
             side = shape_of(real[0]) or ()
-            if side in ((count, 1), (count,)):
+            if side in ((count, 1), (count,)) and (count == rows or not _has_pairs(start)):
                 return side
         if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in MOVING):
             waiting.extend(after for after in real if after not in nodes)
             nodes.update(dict.fromkeys(real))
     return ()
+
+
+def _has_pairs(start: Any) -> bool:
+    """Whether entries are compared with each other below a loss, as in a kernel, each with the shape of all pairs."""
+    nodes = dict.fromkeys([start])
+    for node in (waiting := list(nodes)):
+        real, shape = [after for after in following(node) if after is not None], shape_of(node) or ()
+        if node.name() in _PAIRING and len(real) == 2 and len(shape) == 2 and shape[0] == shape[1]:
+            sides = [shape_of(one) for one in real]
+            if any(one in ((shape[0], 1), (shape[0],)) for one in sides) and len({*sides, shape}) > 1:
+                return True
+        if len(waiting) < _MOST_PRODUCTS:
+            waiting.extend(after for after in real if after not in nodes)
+            nodes.update(dict.fromkeys(real))
+    return False
 
 
 def _is_column(node: Any, rows: int) -> bool:
