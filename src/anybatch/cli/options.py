@@ -87,7 +87,7 @@ def _check_behind(ctx: click.Context, names: Sequence[str], others: Sequence[str
     is_module = others[0] == "-m"
     path = _path_of(others[1]) if is_module and len(others) > 1 else Path(others[0])
     for name in dict.fromkeys(names):
-        if path is not None and _mentions(path, name):
+        if path is not None and _mentions(path, name, parsed=True):
             script = " ".join(others[: 1 + is_module])
             raise click.UsageError(
                 f"{script} has an option {name}, too, as {path} shows. Put that of anybatch {ctx.info_name} before the "
@@ -115,13 +115,18 @@ def _path_of(module: str) -> Path | None:
     return Path(found.origin) if found is not None and found.origin else None
 
 
-def _mentions(path: Path, option: str) -> bool:
-    """Whether a file has an option as a text of its own, as a parser of arguments is given it."""
+def _mentions(path: Path, option: str, *, parsed: bool = False) -> bool:
+    """Whether a file has an option as a text of its own; ``parsed``: as a parser of arguments is given it."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return re.search(rf"[\"']{re.escape(option)}[\"'=]", text) is not None
+    key = r"(?!\s*:)"  # that of a mapping, which may be of help texts
+    if not parsed or "argv" in text:
+        key = ""
+    elif not re.search(r"add_argument|option\(", text, re.IGNORECASE):
+        return False
+    return re.search(rf"[\"']{re.escape(option)}[\"'=]{key}", text) is not None
 
 
 class _File(click.Path):

@@ -18,6 +18,7 @@ from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behin
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
+_REDUCED = ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
 _SAME = 1e-5  # of a number of items in float32
 
 
@@ -260,18 +261,46 @@ def _count_line(step: LoopStep, counted: Counted | None, metrics: Mapping[str, s
 
 def _weight_of(step: LoopStep, name: str, counted: Counted) -> str:
     """The code of what a term of the loss is the mean over: the items that the loss is the mean over, or samples."""
-    ends = _means_of(counted.terms.get(name)) or []
-    weights = [float(one._saved_total_weight) for one in ends if hasattr(one, "_saved_total_weight")]
-    if weights and len(weights) == len(ends) and all(math.isclose(w, counted.items, rel_tol=_SAME) for w in weights):
-        return counted.name
     rows = rows_of(step.logical_batch)
-    if any(abs(w / rows - round(w / rows)) > _SAME for w in weights):
+    kinds = {_is_over_items(one, rows, counted.items) for one in _means_of(counted.terms.get(name)) or []}
+    if None in kinds or len(kinds) > 1:
         raise StepUnclear(
             f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is not the mean over the "
             f"{counted.items:g} items that the loss is the mean over; have the loss function return it with the loss, "
             "as an anybatch.Mean of its sum and its own number of items"
         )
-    return step.rows_text
+    return counted.name if True in kinds else step.rows_text
+
+
+def _is_over_items(mean: Any, rows: int, items: float) -> bool | None:
+    """Whether a mean is over the items, and not over the samples; ``None`` if it may be over neither."""
+    if hasattr(mean, "_saved_total_weight"):
+        sizes, number = (), float(mean._saved_total_weight)
+    else:
+        given = getattr(mean, "_saved_self", None)
+        sizes = tuple(getattr(mean, "_saved_self_sym_sizes", () if given is None else given.shape))
+        if not sizes and given is None and not mean.name().startswith("MeanBackward"):
+            return False  # a loss that does not say what it is over
+        number = float(math.prod(sizes))
+        if _takes_first(mean, (rows, items)):
+            return None  # what is left has sizes of its own, which may be the same by chance
+    if sizes and sizes[0] == rows != items:
+        return False
+    if any(math.isclose(one, items, rel_tol=_SAME) for one in (number, *sizes[:1])):
+        return True
+    return False if abs(number / rows - round(number / rows)) <= _SAME else None
+
+
+def _takes_first(mean: Any, numbers: Sequence[float]) -> bool:
+    """Whether a mean is of what an earlier mean or sum left of samples or items, which stand in the first dimension."""
+    while len(parts := [one for one, _ in mean.next_functions if one is not None]) == 1:
+        mean = parts[0]
+        sizes = getattr(mean, "_saved_self_sym_sizes", ())
+        if mean.name() in _REDUCED and sizes and sizes[0] in numbers:
+            dims = getattr(mean, "_saved_dim", ()) or range(len(sizes))
+            if any(one in (0, 2**64 - len(sizes)) for one in dims):  # autograd keeps negative ones without their sign
+                return True
+    return False
 
 
 def _is_mean(value: Any) -> bool:

@@ -3,15 +3,18 @@
 import json
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import doctor_scripts
 import forked_python
+from anybatch.cli import options
 from anybatch.cli.main import NOT_WRITTEN, VERBS, main
 from anybatch.records.lines import to_line
 from anybatch.records.runs import read_run
@@ -118,6 +121,25 @@ def test_an_option_that_may_be_the_scripts_is_said_to_be_taken(tmp_path: Path) -
         assert (done.returncode, taken in done.stderr) == (0, says), done.stderr
     (tmp_path / "arguments.py").write_text("p.add_argument('--json')", encoding="utf-8")
     assert taken in forked_python.run([*ANYBATCH, "check", "train.py", "--json", "c.json"], tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("HELP = {'--json': 'write a file'}", False),
+        ("p = __import__('argparse').ArgumentParser()\np.add_argument('--lr')\nHELP = {'--json': 'a file'}", False),
+        ("print('--json')", False),
+        ("import sys\nif '--json' in sys.argv: pass", True),
+        ("import click\n@click.option('--json')\ndef f(json): pass", True),
+        ("import typer\nfile = typer.Option(None, '--json')", True),
+    ],
+)
+def test_a_text_that_no_parser_is_given_is_no_option_of_the_script(line: str, refused: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(line, encoding="utf-8")
+    context = click.Context(main, info_name="check")
+    with pytest.raises(click.UsageError, match="has an option --json, too") if refused else nullcontext():
+        options._check_behind(context, ["--json"], [str(script)])
 
 
 def test_a_folder_is_no_file_for_a_page(tmp_path: Path) -> None:

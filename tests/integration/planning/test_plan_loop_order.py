@@ -245,6 +245,49 @@ def test_a_term_with_items_of_its_own_is_not_weighed_by_those_of_the_loss() -> N
     assert not answer["change"]
 
 
+MASKED = """
+kinds = (targets.long() + 2) % 5
+kinds[:128, 1:] = 3
+for epoch in range(2):
+    for x, y in [(inputs, kinds)]:
+        optimizer.zero_grad()
+        out = model(x) / 2**10
+        kept = out[y != 3]
+        first = {}
+        loss = kept.square().mean() + {} * first
+        loss.backward()
+        optimizer.step()
+        seen.append(first.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("term", "weight"),
+    [
+        ("kept.square().mean()", "items"),
+        ("torch.stack([kept, kept.square()], 1).mean()", "items"),
+        ("torch.stack([kept, kept.square()], 1).mean(1).mean(0)", "items"),
+        ("nn.functional.mse_loss(kept, torch.ones_like(kept))", "items"),
+        ("out.square().mean()", "len(x)"),
+        ("out.square().mean(1).mean(0)", "len(x)"),
+        ("out.square().flatten().mean()", "len(x)"),
+        ("out[y != 4].square().mean()", ""),
+        ("kept[:, None].expand(-1, 256).mean(0).mean()", ""),
+        ("kept.mean() + out.mean()", ""),
+    ],
+)
+def test_a_mean_over_chosen_items_is_weighed_by_what_it_is_over(term: str, weight: str) -> None:
+    text = MASKED.format(term, 0.5 if weight == "items" else 0)  # one sum of both kinds of means can't be split
+    answer = answered(text, TOKENS)
+    if not weight:
+        assert "not the mean over the" in str(answer["trouble"])
+        return
+    before = run(HEAD + text, "before.py")["seen"]
+    after = str(answer["after"]).replace('memory="free"', "micro_batch_size=32")
+    assert f"anybatch.Mean(first * {weight}, {weight})" in after, answer["trouble"]
+    assert run(after, "after.py")["seen"] == pytest.approx(before, rel=2e-6)  # the loop reads a float32
+
+
 @pytest.mark.parametrize("count", ["lambda batch: others.weight[batch[1]].sum()", "lambda batch: out[batch[1]].sum()"])
 def test_a_count_of_names_that_the_loop_does_not_have_is_not_taken(count: str) -> None:
     assert found(WEIGHED.format("None", "crit")).counted(f"Instead:\n    count={count}\n") is None
