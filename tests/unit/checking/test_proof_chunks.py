@@ -120,6 +120,21 @@ def in_context(model: Any, chunk: Any, state: Any) -> Any:
     return of_steps(model, chunk, hidden).mean(), state
 
 
+def by_shares(model: Any, chunk: Any, state: Any) -> Any:
+    """Statistics of the chunk, and a state that is read through a softmax."""
+    hidden, state = model.rnn(chunk["x"] - chunk["x"].mean(1, keepdim=True), state.softmax(-1))
+    return of_steps(model, chunk, hidden).mean(), state
+
+
+def at_a_temperature(model: Any, chunk: Any, state: Any) -> Any:
+    hidden, _ = model.rnn((chunk["x"] - chunk["x"].mean(1, keepdim=True)) / state)
+    return of_steps(model, chunk, hidden).mean(), state
+
+
+def temperature(model: Any, batch: Any) -> torch.Tensor:
+    return torch.full((rows_of(batch), 1, 1), 2.0, dtype=torch.float64)
+
+
 def no_state(model: Any, batch: Any) -> Any:
     return ()
 
@@ -194,6 +209,8 @@ FAULTY: dict[str, Callable[[int | None], anybatch.OverTime]] = {
     "a convolution without its last inputs": lambda chunk: over(conv_without_state, no_state, chunk=chunk),
     "statistics of the chunk": lambda chunk: over(normalised, chunk=chunk),
     "a state for all chunks": lambda chunk: over(in_context, context, chunk=chunk),
+    "a state that is read through a softmax": lambda chunk: over(by_shares, chunk=chunk),
+    "a temperature for all chunks": lambda chunk: over(at_a_temperature, temperature, chunk=chunk),
 }
 WITHOUT_STATE: dict[str, tuple[Callable[..., Any], str]] = {
     "a convolution that does not read its state": (conv_without_state, "does not read the state"),

@@ -162,3 +162,23 @@ def test_a_mean_that_is_known_and_a_policy_are_not() -> None:
             optimizer.step()
 
     assert answer(train, "detached draw") == "no"
+
+
+@pytest.mark.parametrize("kind", ["of its own size", "with a loss of its own"])
+def test_noise_of_the_size_of_a_value_and_a_mean_with_a_loss_of_its_own_are_not(kind: str) -> None:
+    def train() -> None:
+        mean, spread, last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        optimizer = torch.optim.Adam(itertools.chain(*(one.parameters() for one in (mean, spread, last))))
+        for _ in range(4):
+            x = torch.randn(16, 6)
+            made = mean(x)
+            optimizer.zero_grad()
+            if kind == "of its own size":
+                loss = F.mse_loss(last(made + made.detach() * 0.1 * torch.randn_like(made)), x)
+            else:
+                drawn = made.detach() + spread(x).exp() * torch.randn_like(made)
+                loss = F.mse_loss(made, x) + (drawn - x).abs().mean()
+            loss.backward()
+            optimizer.step()
+
+    assert answer(train, "detached draw") == "no"

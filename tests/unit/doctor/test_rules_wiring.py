@@ -346,6 +346,10 @@ def test_freeze_too_much_fires_where_all_is_frozen_and_no_error_tells_it() -> No
 def test_freeze_too_much_is_quiet_where_a_part_is_trained_or_gradients_are_set_by_hand() -> None:
     assert not findings(all_frozen(thawed=True), "FREEZE_TOO_MUCH")
     assert not findings(all_frozen(with_grad=2), "FREEZE_TOO_MUCH")
+    beside = all_frozen()
+    beside.optimizer((2,))
+    beside.step(1, with_grad=1)  # of a prompt, or a head
+    assert not findings(beside, "FREEZE_TOO_MUCH")
 
 
 def flagged(*, frozen: bool) -> RunBuilder:

@@ -181,8 +181,8 @@ def detached_draw(step: Step) -> Iterator[Probed]:
                 (slope,) = step.slopes(cut.given[0]) if cut and step.values[cut.given[0]].requires_grad else (None,)
                 if cut is None or slope is None or not bool(slope.any()):
                     continue
-                is_other = cut.given[0] == other or cut.given[0] in step.made_of(other)  # noise of the size of a value
-                if not is_other and not _is_compared(step, cut.given[0], operation.outs[0]):
+                is_of_it = cut.given[0] == other  # noise of the size of a value
+                if not is_of_it and not _is_compared(step, cut.given[0], operation.outs[0]):
                     yield said(cut, part=name, op=cut.name)
 
 
