@@ -425,8 +425,8 @@ def test_sums_that_torch_writes_in_place_without_a_mode(uses: int, linear: bool,
 def test_the_memory_of_the_process_is_0_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resident_bytes() > 2**20
 
-    def refused() -> None:
+    def refused(process: Any) -> None:
         raise psutil.AccessDenied
 
-    monkeypatch.setattr(psutil, "Process", refused)
+    monkeypatch.setattr(psutil.Process, "memory_info", refused)
     assert resident_bytes() == 0
