@@ -157,13 +157,10 @@ def reads_across(before: Sequence[int], after: Sequence[int]) -> bool:
     ends = sorted({math.prod(sizes[at:]) for sizes in (before, after) for at in range(len(sizes))})
     if all(two % one == 0 for one, two in itertools.pairwise(ends)) or len(after) < 2 or len(before) > _MOST_AXES:
         return False  # it cuts axes and puts their pieces together, as it may
-    return any(_merges(order, after) for order in itertools.permutations(before))
-
-
-def _merges(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether axes are those of another shape when neighbours are put together."""
-    ends = {math.prod(before[at:]) for at in range(len(before))}
-    return all(math.prod(after[at:]) in ends for at in range(len(after)))
+    wanted = {math.prod(after[at:]) for at in range(len(after))}  # where neighbours are put together
+    return any(
+        wanted <= {math.prod(order[at:]) for at in range(len(order))} for order in itertools.permutations(before)
+    )
 
 
 def _are_heads_torn(step: Step, operation: Operation, before: list[int], after: list[int]) -> bool:

@@ -54,7 +54,8 @@ def thrown_away(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         >>> list(thrown_away(ast.parse("h.detach_()\\nnp.clip(x, 0, 1, out=x)\\nx.view(2)\\nnet(h)")))
         []
     """
-    imported = {name for one in walked(tree) if isinstance(one, ast.Import | ast.ImportFrom) for name in _bound(one)}
+    imports = (one for one in walked(tree) if isinstance(one, ast.Import | ast.ImportFrom))
+    imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
     for call in _statements(tree):
         found, function = _copied(call), _last(call.func)
         if found is None or ast.unparse(found) in imported:
@@ -63,10 +64,6 @@ def thrown_away(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         if _is_read(scope, call, name) and _is_number(scope, name):
             is_of_numpy = function in _FLIPS and text.startswith(("np.", "numpy."))  # torch takes no negative strides
             yield name, f"{text}.copy()" if is_of_numpy else text, call.lineno
-
-
-def _bound(statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    yield from ((one.asname or one.name).partition(".")[0] for one in statement.names)
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.Call]:

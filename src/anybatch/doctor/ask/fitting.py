@@ -108,15 +108,8 @@ def _is_own(step: Step, layer: Operation) -> bool:
 def _with_rows(step: Step, layer: Operation, seed: int) -> float:
     """The absolute loss where the rows of what a layer gives are in another order."""
     order = torch.randperm(step.rows, generator=torch.Generator().manual_seed(seed))
-    index = next(place for place, one in enumerate(step.operations) if one is layer)
-    return abs(
-        total(
-            step.with_other(
-                index, lambda *given, **more: layer.func(*given, **more)[order.to(step.values[layer.outs[0]].device)]
-            ),
-            step.loss,
-        )
-    )
+    order = order.to(step.values[layer.outs[0]].device)
+    return abs(total(step.with_other(layer, lambda *given, **more: layer.func(*given, **more)[order]), step.loss))
 
 
 def _meets_targets(step: Step, layer: Operation) -> bool:
@@ -392,8 +385,7 @@ def too_large(step: Step) -> Iterator[Probed]:
         for one in large
         if one in blamed or any(abs(spreads[one] - spreads[it]) < _DRAWN_ALIKE * spreads[it] for it in blamed)
     ]
-    nets = [(net, state.root) for state in step.kept.states.values() if (net := state.module()) is not None]
-    names = {id(one): (name, root) for net, root in nets for name, one in net.named_parameters()}
+    names = {id(one): (name, state.root) for state, net in step.kept.nets() for name, one in net.named_parameters()}
     told_of = [names.get(id(step.parameters[slot]), ("a parameter", -1)) for slot in blamed]
     where = next(one for one in step.tape.operations if blamed[0] in one.given)
     yield said(

@@ -319,18 +319,16 @@ def _confirmed(trial: Trial, inputs: Inputs, row: int) -> bool | None:
     if not outputs:
         return None
     others = [n for n in range(inputs.rows) if n != row]
-    total = sum((one[others] * _weights(one[others])).sum() for one in outputs)
+    total = sum(
+        (one[others] * torch.linspace(0.5, 1.5, one[others].numel()).sin().to(one).reshape(one[others].shape)).sum()
+        for one in outputs  # with uneven weights, since the sum of a softmax has no gradient
+    )
     try:
         gradients = torch.autograd.grad(total, leaves_, allow_unused=True)  # type: ignore[arg-type]
     except FAILURES:
         return None
     known = [one for one in gradients if one is not None and one.numel()]
     return any(bool(one.select(inputs.dim, row).abs().max() > 0) for one in known)
-
-
-def _weights(one: torch.Tensor) -> torch.Tensor:
-    """Uneven weights, since the sum of a softmax has no gradient."""
-    return torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype, device=one.device).reshape(one.shape).sin()
 
 
 def leaking(trial: Trial, run: Run, root: int) -> Probed:

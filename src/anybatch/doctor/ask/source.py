@@ -101,7 +101,8 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         >>> list(unread(ast.parse(text), {4}))
         []
     """
-    for scope in _scopes(tree):
+    blocks = [one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If))]
+    for scope in (*_functions(tree), *blocks):
         goes_back = any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines)
         if not goes_back and not _discounts(scope):
             continue
@@ -245,12 +246,6 @@ def _evaluates(scope: ast.AST) -> bool:
     elif isinstance(scope, ast.With):
         parts = [one.context_expr for one in scope.items]
     return any(_WITHOUT_GRADIENT.search(ast.unparse(one)) for one in parts)
-
-
-def _scopes(tree: ast.Module) -> Iterator[Any]:
-    """Functions; the whole file where something goes back outside of all."""
-    yield from _functions(tree)
-    yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:

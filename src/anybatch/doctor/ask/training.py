@@ -102,7 +102,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     is_mask = _is_mask(given["target"], name)
     if labels is None:
         _refuse_few(len(once), _LEAST_MASKS if is_mask else _LEAST_NUMBERS)
-        is_related = _related(*(_thinned(one.reshape(len(once), -1)).double() for one in (inputs, targets)))
+        is_related = _related(inputs, targets)
     else:
         seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
         of = _counts_of_words(inputs) if texts else inputs
@@ -164,11 +164,6 @@ def _are_pairs(texts: torch.Tensor, once: torch.Tensor) -> bool:
         if bool((place != place[0]).any()) and len(behind.unique()) > 2:
             return True
     return False
-
-
-def _thinned(rows: torch.Tensor) -> torch.Tensor:
-    """Some columns, evenly spread, where there are many, as pixels."""
-    return rows[:, :: -(-rows.shape[1] // _MOST_COLUMNS)]
 
 
 def _chance(labels: torch.Tensor | None, guess: float) -> float:
@@ -438,8 +433,10 @@ _KNOWS = 3.0  # standard errors of a correlation
 
 def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether nearest neighbours, or a straight line, know something of targets."""
-    inputs, targets = inputs[:_MOST_COMPARED], targets[:_MOST_COMPARED].to(inputs.device)
-    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
+    rows = [each[:_MOST_COMPARED].to(inputs.device).flatten(1) for each in (inputs, targets.unsqueeze(-1))]
+    # some columns, evenly spread, where there are many, as pixels
+    thin = (each[:, :: -(-each.shape[1] // _MOST_COLUMNS)].double() for each in rows)
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in thin)
     distances = torch.cdist(one, one).fill_diagonal_(math.inf)
     near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)
     far = (_KNOWS + math.sqrt(2 * math.log(other.shape[1]))) / len(other) ** 0.5  # the largest of so many by chance
