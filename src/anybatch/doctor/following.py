@@ -165,7 +165,10 @@ class Follower(Seeing):
             params |= value.params
         results = (result,) if isinstance(result, torch.Tensor) else tuple(tensors_in(result))
         if self.departures:
-            came = [*came, *((d.value, 0) for d in self._returning(name, args, kwargs))]
+            is_made, every = name in _CONSTRUCTORS, (*args, *kwargs.values())
+            numbers = [value for value in every if not isinstance(value, torch.Tensor)]
+            back = (d for one in numbers for d in returning(one, self.departures, constructor=is_made))
+            came = [*came, *((d.value, 0) for d in back)]
             for value, _ in came:
                 params |= value.params
         if not params and not addends and not any(value.terms for value, _ in came):
@@ -189,10 +192,6 @@ class Follower(Seeing):
                 value.cuts |= {self._lose(name, site, live, came)}
             source = args[0] if _NUMBERS[name] in ("numpy", "dlpack") else None
             self.departures.append(Departure(_NUMBERS[name], result, value, params, source))
-
-    def _returning(self, name: str, args: Any, kwargs: Any) -> list[Departure]:
-        numbers = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
-        return [d for number in numbers for d in returning(number, self.departures, constructor=name in _CONSTRUCTORS)]
 
     def _lose(self, name: str, site: Site, lost: int, came: list[tuple[Value, int]]) -> int:
         """Notes that a graph ends here; the mode that is on is the cause where there is one, else the operation."""

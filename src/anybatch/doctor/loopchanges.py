@@ -218,7 +218,7 @@ def results_of(step: LoopStep, counted: Counted | None = None) -> dict[str, str]
     for name in sorted(_outside(step)):
         value: Any = step.names.get(name)
         is_loss = isinstance(step.loss, ast.Name) and name == step.loss.id
-        is_term = not is_loss and bool(step.rows_text) and _is_mean(value)
+        is_term = not is_loss and bool(step.rows_text) and _means_of(value) is not None
         if (is_loss or is_term) and not isinstance(step.names.get("torch"), type(torch)):
             raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
         if is_loss:
@@ -301,11 +301,6 @@ def _takes_first(mean: Any, numbers: Sequence[float]) -> bool:
             if any(one in (0, 2**64 - len(sizes)) for one in dims):  # autograd keeps negative ones without their sign
                 return True
     return False
-
-
-def _is_mean(value: Any) -> bool:
-    """Whether a value is a scalar made of means, by sums and by factors that have no graph."""
-    return _means_of(value) is not None
 
 
 def _means_of(value: Any) -> list[Any] | None:

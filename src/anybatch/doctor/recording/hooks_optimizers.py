@@ -152,7 +152,8 @@ class OptimizerHooks:
             self._samplers.safely("redraws", self._samplers.kept.redraws.look_after, number)
         counter = recording.counter
         if count == 0:
-            if counter.step > 1 and self._takes_over(known):
+            over = all(one.optimizer() is None or one.parameters & known.parameters for one in self._stepped)
+            if counter.step > 1 and over:  # as for fine-tuning; those of a game step in turn
                 known.begun = counter.step
             self._stepped.append(known)
         known.count, self._done = count + 1, self._done + 1
@@ -161,10 +162,6 @@ class OptimizerHooks:
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
-
-    def _takes_over(self, known: "_Known") -> bool:
-        """Whether an optimizer goes on where another has ended, as for fine-tuning; those of a game step in turn."""
-        return all(one.optimizer() is None or one.parameters & known.parameters for one in self._stepped)
 
     def steps_of(self, optimizer: Any) -> int:
         """How many steps of an optimizer were seen."""

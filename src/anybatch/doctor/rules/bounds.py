@@ -290,7 +290,17 @@ def not_learning(
     if found.word != "not learning" or warms_up:
         return
     if found.unrelated is not None:
-        yield _of_nobody(found.unrelated, found.steps, end)
+        seen, asked = found.unrelated.evidence, found.unrelated
+        moved = "the targets" if asked.probe == "related" else "one of the inputs"
+        yield Found(
+            text=f"It did not learn: after {found.steps} steps the loss of a batch is {seen['loss']:.4g}, and with "
+            f"{moved} of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+            fix=_LOOK.format("target"),
+            cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
+            since=end,
+            where=(asked.file, asked.line),
+            evidence=seen,
+        )
     if found.call is not None:
         yield Found(
             text=f"It did not learn: {found.call.function} ends at {found.last:.4g} after {found.steps} steps, and the "
@@ -310,20 +320,6 @@ _LOOK = (
 )
 
 
-def _of_nobody(probed: Probed, steps: int, end: int) -> Found:
-    """The loss is the same with the targets of other rows."""
-    seen, moved = probed.evidence, "the targets" if probed.probe == "related" else "one of the inputs"
-    return Found(
-        text=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with {moved} "
-        f"of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
-        fix=_LOOK.format("target"),
-        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
-        since=end,
-        where=(probed.file, probed.line),
-        evidence=seen,
-    )
-
-
 @rule(
     "AB561", "GRADIENTS_ZERO", "error", needs=(Norms,),
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
@@ -333,7 +329,8 @@ def gradients_zero(
 ) -> Iterator[Found]:
     """Optimizers all of whose gradients are zero."""
     for one in measured(run):
-        empty = [_is_zero(one, norms) for norms in one.samples]
+        every = [[grad for n, grad in gradients(norms).items() if n in one.groups] for norms in one.samples]
+        empty = [bool(found) and not any(found) for found in every]
         half = len(empty) // 2
         if half < samples or not all(empty[half:]) or len(one.steps) < steps or (not all(empty) and one.losses.fell):
             continue
@@ -360,8 +357,3 @@ def gradients_zero(
             where=back if asked is None else asked,
             evidence={"samples": len(one.samples), "since_step": first.step, "loss": back.value},
         )
-
-
-def _is_zero(one: OptimizerView, norms: Norms) -> bool:
-    found = [grad for number, grad in gradients(norms).items() if number in one.groups]
-    return bool(found) and not any(found)

@@ -40,7 +40,14 @@ def evaluation_inputs(
         items = max((each.items for each in mine), default=0)
         is_one = all(each.guess is not None and each.guess <= 1e-9 * (1 + target_mean**2) for each in mine)
         if not target_std and is_one and items >= alike:
-            yield _of_one_value(one, items, target_mean, std)
+            yield Found(
+                text=f"All {items} targets of {one.function} in the evaluation{near(one)} are {target_mean:g}, and "
+                f"those of the training have a standard deviation of {std:.3g}.",
+                fix="print(y.std())  # where the targets of the evaluation are made",
+                cause="The targets of the evaluation were lost on the way: what it measures is no error.",
+                since=one,
+                evidence={"value": target_mean, "items": items, "std": std},
+            )
         if target_std < larger * std or abs(made_mean - mean) > like * std or made_std > like * std:
             continue
         yield Found(
@@ -71,18 +78,6 @@ def _no_shares(run: Run) -> Iterator[Found]:
             where=(one.file, one.line),
             evidence={"label": one.label, "value": one.values[-1], "lowest": min(one.values)},
         )
-
-
-def _of_one_value(one: Evaluated, items: int, value: float, std: float) -> Found:
-    return Found(
-        text=f"All {items} targets of {one.function} in the evaluation{near(one)} are {value:g}, and those of the "
-        f"training have a standard deviation of {std:.3g}.",
-        fix="print(y.std())  # where the targets of the evaluation are made",
-        cause="The targets of the evaluation were lost on the way: what it measures is no error.",
-        since=one,
-        where=(one.file, one.line),
-        evidence={"value": value, "items": items, "std": std},
-    )
 
 
 @rule("AB663", "LABELS_RENUMBERED", "warning", explains=("TARGET_GIVEN",), needs=(Evaluated,))

@@ -135,11 +135,12 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         followed = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
         asked = (one for one in run.answers("cut off") if one.evidence["optimizer"] == step.optimizer)
         cut = followed or next(asked, None)
+        op = str(cut.evidence["op"] if isinstance(cut, Probed) else cut.op) if cut else ""
         yield Found(
             text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
             f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
             fix=f"compute this term on outputs of {root} that are not detached"
-            + (f": {_operation(cut)}{near(cut)}" if cut is not None else ""),
+            + (f": {'rsample() in place of sample()' if op == 'normal' else op}{near(cut)}" if cut else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
             f"{', '.join(others)}.",
             since=one.fact,
@@ -150,11 +151,6 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
             module=root,
             evidence={"parameters": len(parts), "times": len(found)},
         )
-
-
-def _operation(cut: Any) -> str:
-    name = str(cut.evidence["op"] if isinstance(cut, Probed) else cut.op)
-    return "rsample() in place of sample()" if name == "normal" else name
 
 
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:

@@ -205,16 +205,17 @@ def origin_in(start: Any) -> Origin | None:
     It is told from what the graph has saved, as far as that can be read without running anything.
     """
     order = list(inputs_first(start, most=_LIMIT))
-    found = _first(order, _nan_or_inf) or _culprit(order, what_went_in) or _first(order, _not_finite)
+    found = _first(order, lambda one: one.isnan() | (one == float("inf"))) or _culprit(order, what_went_in)
+    found = found or _first(order, lambda one: ~one.isfinite())
     return found or _culprit(order, overflows) or _brought(order, order)
 
 
-def _first(order: list[Any], bad: Callable[[torch.Tensor], bool]) -> Origin | None:
-    """The first node that has saved something bad; minus infinity alone may be a mask that is meant."""
+def _first(order: list[Any], bad: Callable[[torch.Tensor], torch.Tensor]) -> Origin | None:
+    """The first node that has saved a bad entry; minus infinity alone may be a mask that is meant."""
     for node in order:
         results = False
         for name, tensor in saved_by(node):
-            if not tensor.is_floating_point() or not bad(tensor):
+            if not tensor.is_floating_point() or not bool(bad(tensor).any()):
                 continue
             if name.startswith(_RESULTS):
                 results = True
@@ -237,14 +238,6 @@ def hidden_rows(start: Any) -> Origin | None:
 def kind_of(tensor: torch.Tensor) -> str:
     """What numbers that are not finite are: ``"nan"`` if any is, else ``"inf"``."""
     return "nan" if bool(tensor.isnan().any()) else "inf"
-
-
-def _nan_or_inf(tensor: torch.Tensor) -> bool:
-    return bool((tensor.isnan() | (tensor == float("inf"))).any())
-
-
-def _not_finite(tensor: torch.Tensor) -> bool:
-    return not bool(tensor.isfinite().all())
 
 
 def _maker(node: Any, name: str, tensor: torch.Tensor) -> Origin:
