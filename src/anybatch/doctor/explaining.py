@@ -209,7 +209,9 @@ class Explanation:
                         "Its module ran, but nothing read it.")  # fmt: skip
         parts = owner.split(".")
         outer = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-        above = {".".join(parts[:length]) for parts in (one.split(".") for one in ran) for length in range(len(parts) + 1)}
+        above = {
+            ".".join(parts[:length]) for parts in (one.split(".") for one in ran) for length in range(len(parts) + 1)
+        }
         idle = next((module for module in outer if module in modules and module not in above), owner)
         return Stop("unused", idle, message=f"The module {idle!r} did not run.")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from anybatch.doctor.graphs import Graph
+from anybatch.doctor.recording.modes import Seeing, name_of, writes
 from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.seeing import Seeing, name_of, writes
 from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing
 from anybatch.doctor.values import (
     NOTHING,

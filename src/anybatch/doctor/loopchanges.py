@@ -9,9 +9,8 @@ import torch
 
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
-from anybatch.doctor.loopdata import rows_of
 from anybatch.doctor.looplooks import value_at
-from anybatch.doctor.loopnames import inputs_of, stored
+from anybatch.doctor.loopnames import inputs_of, rows_of, stored
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear
 from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behind
 

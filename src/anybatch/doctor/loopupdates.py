@@ -213,8 +213,13 @@ def _before_step_only(step: LoopStep, statement: ast.stmt, optimizer: str) -> bo
             return True
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             return True  # such as a learning rate
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not only_looks(
-            step, [ast.copy_location(ast.Expr(node.value), node)]  # which reads what the assignment changes
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and not only_looks(
+                step,
+                [ast.copy_location(ast.Expr(node.value), node)],  # which reads what the assignment changes
+            )
         ):
             return True
     return bool(read([statement]) & names) or not only_looks(step, [statement])

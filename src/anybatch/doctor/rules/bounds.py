@@ -9,11 +9,11 @@ from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.measures import gradients, latest, outputs
 from anybatch.doctor.views.naming import by_line, first_call, near, root_variable
-from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.optimizing import measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
 from anybatch.records.events import Backward, Stepped
-from anybatch.records.lossfacts import LossCall, Probed, Walk
+from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
 
