@@ -27,7 +27,6 @@ from anybatch.doctor.ask import (
     relating,
     rows,
     sampling,
-    schedules,
     source,
     straightness,
     training,
@@ -42,7 +41,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, calls, schedules, functions, batches, sampling, adversaries)
+OF_A_RUN = (copies, source, calls, functions, batches, sampling, adversaries)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16

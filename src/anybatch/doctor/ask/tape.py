@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.recording.modes import SafeMode, name_of, writes
+from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import hidden
+from anybatch.doctor.seeing import name_of, writes
 from anybatch.doctor.values import tensors_in
 from anybatch.tensors.dispatch import unseen
 

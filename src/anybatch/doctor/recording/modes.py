@@ -1,4 +1,4 @@
-"""Modes that see operations; one for a run, which goes on as it would whatever happens in it."""
+"""A mode that sees operations of a run, which goes on as it would whatever happens in it."""
 
 import os
 import sys
@@ -9,44 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
 from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.recording.patches import HIDDEN, hidden
+from anybatch.doctor.seeing import Seeing
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import function_modes
-
-
-class Seeing(TorchFunctionMode):
-    """Is shown each operation that Python calls while it is entered; nothing of them is changed."""
-
-    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Is given a call that is about to run; what it returns goes to ``after``, unless it is ``None``."""
-        raise NotImplementedError
-
-    def after(self, begun: Any, result: Any) -> None:
-        """Is given what ``before`` returned, and the result of the call."""
-        raise NotImplementedError
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        begun = self.before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if begun is not None:
-            self.after(begun, result)
-        return result
-
-
-def name_of(func: Any) -> tuple[str, str]:
-    """What an operation is called, and for a property whether it is read or set: ``"__get__"`` or ``"__set__"``."""
-    name = getattr(func, "__name__", "")
-    return (getattr(func.__self__, "__name__", ""), name) if name in ("__get__", "__set__") else (name, "")
-
-
-def writes(name: str, kwargs: Any) -> bool:
-    """Whether an operation writes to a tensor that it is given."""
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs
-
 
 _BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
 _OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch.doctor.explaining import Subject, explained
-from anybatch.doctor.following import Follower
+from anybatch.doctor.following import Follower, Subject, explained
 from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Followed, Walk
