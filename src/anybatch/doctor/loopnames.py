@@ -82,7 +82,8 @@ def is_flat(value: Any) -> bool:
 
 def holds_samples(value: Any) -> bool:
     """Whether a value may be a part of a batch."""
-    return _is_data(value) and not _has_modules(value)
+    held = getattr(value, "__dict__", {}).values()  # of an object with modules, as a trainer is, no sample
+    return _is_data(value) and not any(isinstance(one, torch.nn.Module) for one in held)
 
 
 def _is_data(value: Any) -> bool:
@@ -93,11 +94,6 @@ def _is_data(value: Any) -> bool:
         return False
     inside = opened(value)
     return inside is None or any(_is_data(child.value) for child in inside.children)
-
-
-def _has_modules(value: Any) -> bool:
-    """Whether a value is an object with modules, as a trainer is."""
-    return any(isinstance(one, torch.nn.Module) for one in getattr(value, "__dict__", {}).values())
 
 
 def rows_of(value: Any) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -221,9 +221,10 @@ def _named(diagnosis: Diagnosis) -> _Named:
 
 
 def _joined(cells: _Named, among: _Named) -> str:
-    """The names of some cells of all: all parts of a container, and runs of numbered modules, are one entry."""
-    own, every = ([name for _, names in some for name in names] for some in (cells, among))
-    return cut_off(list(in_runs(wholes(own, every))))
+    """The names of some cells of all."""
+    return modules_joined(
+        [name for _, names in cells for name in names], [name for _, names in among for name in names]
+    )
 
 
 _DO, _DO_NOT = "changing", "unchanged"
@@ -237,3 +238,11 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 
 def _is_odd(cell: Cell) -> bool:
     return cell.shrinking or (cell.cell in (2, 3, 4) and not cell.frozen)
+
+
+def modules_joined(names: Collection[str], among: Collection[str]) -> str:
+    """Lists modules: all parts of a container, and runs of numbered modules, are shown as one entry.
+
+    At most 12 entries are shown, the others are counted.
+    """
+    return cut_off(list(in_runs(wholes(names, among))))

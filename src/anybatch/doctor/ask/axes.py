@@ -263,16 +263,13 @@ def pooled_channels(step: Step) -> Iterator[Probed]:
         pooled = step.values[operation.outs[0]]
         if made is None or not made.name.startswith("conv") or pooled.shape != (given.shape[0], *given.shape[2:]):
             continue
-        follows = [one for one in step.used("linear") if _is_made_of(step, one.given[0], operation)]
+        ends = ((one, step.path(one.given[0])) for one in step.used("linear"))
+        follows = [one for one, path in ends if operation is next(
+            (each for each in path if each is operation or each.name not in MOVING), None)]  # fmt: skip
         is_beside = made.outs[0] in slots_of(step.tape, step.loss, but=[operation])
         if not is_beside and any(step.values[one.given[0]].shape[-1] == pooled[0].numel() for one in follows):
             seen: dict[str, Any] = {"op": operation.name, "channels": given.shape[1], "places": pooled[0].numel()}
             yield said(operation, **seen)
-
-
-def _is_made_of(step: Step, slot: Slot, operation: Operation) -> bool:
-    """Whether a tensor is what an operation gave, in another shape at most."""
-    return next((one for one in step.path(slot) if one is operation or one.name not in MOVING), None) is operation
 
 
 @asks("target given")

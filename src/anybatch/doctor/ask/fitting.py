@@ -1,5 +1,6 @@
 """Would a batch be learned at another rate, from smaller weights, or without other summands? Steps on copies."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,6 @@ from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.ask.weighing import names_rewards
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
-from anybatch.records.runs import Run
 
 _STEPS = 120
 _SECONDS, _TRIALS = 3.0, 7  # for each rate at most, and of how many
@@ -238,7 +238,8 @@ def _made(step: Step) -> tuple[Any, dict[str, float], list[float]]:
     facts, run = step.run.optimizers.get(step.optimizer), step.run
     rates = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    if facts is None or kind is None or not rates or not _is_alone(run, step.optimizer):
+    turns = [number for number, _ in itertools.groupby(one.optimizer for one in run.of(Stepped))]
+    if facts is None or kind is None or not rates or turns.count(step.optimizer) > 1:
         raise Unknown("the step is not of one optimizer of torch")
     if any(True for _ in run.of(Scaler)):
         raise Unknown("the loss is scaled for half precision")
@@ -329,12 +330,6 @@ def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, floa
 def _largest(tape: Tape) -> torch.Tensor:
     given = [one for slot, one in tape.leaves.items() if slot not in tape.parameters]
     return max(given, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
-
-
-def _is_alone(run: Run, optimizer: int) -> bool:
-    """Whether no other optimizer steps between two steps of one."""
-    order = [one.optimizer == optimizer for one in run.of(Stepped)]
-    return all(order[order.index(True) : len(order) - order[::-1].index(True)])
 
 
 def fitted(

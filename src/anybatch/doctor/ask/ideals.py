@@ -45,7 +45,8 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
     for slot in sorted(needed & step.inputs) if rows >= _LEAST_ROWS else ():
         target = step.leaves[slot]
         is_varied = target.is_floating_point() and target.dim() > 1 and bool((target != target[:1]).any())
-        if len(target) != rows or not is_varied or _is_mask(step, slot):
+        is_mask = ((target == 0) | (target == 1)).all() and any(slot in one.given for one in step.used("mul", "mul_"))
+        if len(target) != rows or not is_varied or is_mask:  # its zeros take the gradient away on purpose
             continue
         found: list[tuple[float, float, int]] = []
         apart = needed - step.made_with(slot)
@@ -217,12 +218,6 @@ def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.T
     value = step.with_other(maker, lambda *_, **__: live).values[step.loss.slot].sum()
     (slope,) = torch.autograd.grad(value, live, allow_unused=True)
     return slope
-
-
-def _is_mask(step: Step, slot: Slot) -> bool:
-    """Whether it is made of zeros and ones, and multiplies something: its zeros take the gradient away on purpose."""
-    one = step.leaves[slot]
-    return bool(((one == 0) | (one == 1)).all()) and any(slot in each.given for each in step.used("mul", "mul_"))
 
 
 def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:

@@ -143,14 +143,11 @@ def _refuse_relations(trial: Trial, inputs: Inputs) -> None:
     for one in whole.tensors()[1:]:
         if one.dim() == 2 and one.shape[0] == 2 != rows and not one.is_floating_point() and one.dtype != torch.bool:
             raise Unknown("an input of whole numbers with two rows may be the edges of a graph")
-        if one.dim() == 1 and one.shape[0] == rows and one.dtype == torch.long and _grouped(one):
+        if one.dim() != 1 or one.shape[0] != rows or one.dtype != torch.long:
+            continue
+        steps = one[1:] - one[:-1]  # numbers of graphs in a batch rise by at most one from 0 on
+        if one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all():
             raise Unknown("an input may number the groups that rows belong to")
-
-
-def _grouped(one: torch.Tensor) -> bool:
-    """Whether numbers rise by at most one from 0 on, as those of graphs in a batch do."""
-    steps = one[1:] - one[:-1]
-    return bool(one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all())
 
 
 def _may_be_meant(trial: Trial, op: str, inputs: Inputs, is_sample: bool) -> str:

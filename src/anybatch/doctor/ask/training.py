@@ -95,7 +95,8 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     _, name, given = batches[-1]
     inputs, targets = torch.cat([one for one, *_ in batches]), torch.cat([one["target"] for *_, one in batches])
     counted = _counted(targets, name).to(inputs.device)
-    once = _once(inputs[counted])
+    different = {mark: number for number, mark in enumerate(_marks_of(inputs[counted]))}
+    once = torch.tensor(sorted(different.values()), device=inputs.device)  # one of those that are alike
     is_fresh = len(once) > (1 - _REPEATED) * int(counted.sum())  # none came twice, to be learned by heart
     inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
     labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh, texts=bool(texts))
@@ -227,12 +228,6 @@ def _count_of(labels: torch.Tensor) -> int:
 def _refuse_few(count: int, least: int) -> None:
     if count < least:
         raise Unknown(f"{count} different samples were kept, which are too few")
-
-
-def _once(rows: torch.Tensor) -> torch.Tensor:
-    """The number of each row that is unlike all others, and of one of those that are alike."""
-    different = {mark: number for number, mark in enumerate(_marks_of(rows))}
-    return torch.tensor(sorted(different.values()), device=rows.device)
 
 
 def _marks_of(rows: torch.Tensor) -> list[float]:

@@ -155,17 +155,16 @@ def _below(run: Run) -> Iterator[list[LossCall]]:
     """The calls of each line that give less than their loss function can, where they are two at least."""
     for calls in by_line(run, lambda one: one.function == "kl_div" or one.function in _NEVER_NEGATIVE).values():
         least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
-        below = [one for one in calls if one.value is not None and one.value < least and _is_bound(one)]
+        below = [one for one in calls if one.value is not None and one.value < least]
+        below = [  # by more than by its weights
+            one for one in below
+            if not one.weighted or one.function in ("nll_loss", "kl_div") or (one.target_mean or 0.0) > 1
+        ]  # fmt: skip
         if calls[0].function == "kl_div":
             known = [one.target_normalised for one in calls if one.target_normalised is not None]
             below = [one for one in below if all(known) and known and _of_a_row(one) < _LEAST_DIVERGENCE]
         if len(below) >= 2:
             yield below
-
-
-def _is_bound(call: LossCall) -> bool:
-    """Whether its weights can't be what makes it negative."""
-    return not call.weighted or call.function in ("nll_loss", "kl_div") or (call.target_mean or 0.0) > 1
 
 
 def _of_a_row(call: LossCall) -> float:

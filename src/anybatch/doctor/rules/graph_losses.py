@@ -49,16 +49,13 @@ def _constant_terms(run: Run) -> Iterator[Found]:
             key = (term.op, term.file, term.line)
             if term.op == "numpy" and len({*values[key]}) < 2:
                 continue  # a number of NumPy that is computed with nothing of the step, as log(2 pi)
-            if _trains(term) or not term.stopped or key in seen or _cancels(term, paths):
+            # the gradient of a residual may end at the points that it was derived by
+            trains = term.has_gradient and (term.parameters > 0 or term.by != "autograd.grad")
+            if trains or not term.stopped or key in seen or _cancels(term, paths):
                 continue
             if not walks or any(walk.constant_terms for walk in walks[-3:]):
                 seen.add(key)
                 yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
-
-
-def _trains(term: Term) -> bool:
-    """Whether a gradient goes through a term; that of a residual may end at the points that it was derived by."""
-    return term.has_gradient and (term.parameters > 0 or term.by != "autograd.grad")
 
 
 def _cancels(term: Term, paths: Paths) -> bool:
@@ -264,11 +261,6 @@ def _kinds(run: Run, one: Pass) -> Mapping[str, int]:
     return walk.kinds
 
 
-def _regresses(run: Run, one: Pass) -> bool:
-    """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, one))
-
-
 def _weights_logs(run: Run, one: Pass) -> bool:
     """Whether a backward was called on products with log-probabilities, and on no loss function of torch."""
     own, losses = _kinds(run, one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
@@ -320,7 +312,8 @@ def _leak(
             continue
         begin, end = (bisect(steps, (back.fact.at,)) for back in (one, last))
         between = any(number in others for _, number in steps[begin:end])
-        if between or (_regresses(run, last) and _weights_logs(run, one)):
+        regresses = any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, last))
+        if between or (regresses and _weights_logs(run, one)):
             return one, others[0]
     return None
 

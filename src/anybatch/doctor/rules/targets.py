@@ -73,7 +73,10 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
         for term in probed.evidence.get("apart", ()) if enough else ():
             place = Place(file=term["file"], line=term["line"])
             is_open = probed.answer == "no" or word != "learning"
-            if is_open and (not _at_last(run, place) > flat or _is_slow(run, probed.evidence["optimizer"])):
+            asked = (one.evidence for one in run.answers("rate", "yes", "no"))
+            own = (one for one in asked if one["optimizer"] == probed.evidence["optimizer"])
+            is_slow = any(one["other_lr"] != one["lr"] for one in own)  # nothing may be learned as yet
+            if is_open and (is_slow or not _at_last(run, place) > flat):
                 continue
             yield Found(
                 text=f"{term['op']}{near(place)} is {term['loss']:.4g} after {steps} steps, and {term['others']:.4g} "
@@ -85,12 +88,6 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
                 where=place,
                 evidence=term,
             )
-
-
-def _is_slow(run: Run, optimizer: int) -> bool:
-    """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
-    asked = (one.evidence for one in run.answers("rate", "yes", "no"))
-    return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
 
 
 def _at_last(run: Run, place: Place) -> float:
