@@ -114,7 +114,10 @@ def plan_command(
     Exit codes: 0 for a plan, 1 if nothing fits in the budget or OverTime refuses its chunks, 2 if the script never
     reached a step.
     """
-    _check_ranks(ranks, shard, output, patch)
+    if shard is not None and ranks is None:
+        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
+    if ranks is not None and (output or patch):
+        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
     outputs = Outputs(json_path, page=output, force=force)
     options.check_file(outputs.json_path, "plan", _is_own_plan, force=force)
     options.check_file(patch, "patch", options.is_patch, force=force)
@@ -171,13 +174,6 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
     )  # fmt: skip
     if is_refused:
         raise click.ClickException(f"the step can't be split as planned: {refusal}")
-
-
-def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
-    if shard is not None and ranks is None:
-        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
-    if ranks is not None and any(one is not None for one in files):
-        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
 
 
 def _notes(ending: Ending) -> list[str]:

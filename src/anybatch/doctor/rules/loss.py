@@ -82,7 +82,9 @@ def _doubled(run: Run, batches: float) -> Iterator[Found]:
             enough = len(looked) >= batches and all((one.low or 0.0) >= 0 for one in looked)
         sigmoid = function in _SIGMOID_LOSSES
         if function not in wanted or not (direct in ("softmax", "sigmoid") or enough):
-            if function == "cross_entropy" and (direct == "log_softmax" or _is_log(calls, batches)):
+            of_logs = [one.log_normalised for one in calls if one.low is not None]
+            is_log = direct == "log_softmax" or (len(of_logs) >= batches and all(of_logs))
+            if function == "cross_entropy" and is_log:
                 yield Found(
                     text="cross_entropy gets log-probabilities; it takes their log-softmax once more, which changes "
                     "nothing.",
@@ -153,11 +155,6 @@ def _refutes(calls: list[LossCall], activation: str) -> bool:
     if activation == "log_softmax":
         return any(one.high is not None and one.high > 1e-3 for one in calls)
     return any((one.low is not None and one.low < 0) or (one.high is not None and one.high > 1) for one in calls)
-
-
-def _is_log(calls: list[LossCall], batches: float) -> bool:
-    looked = [one for one in calls if one.low is not None]
-    return len(looked) >= batches and all(one.log_normalised for one in looked)
 
 
 def _is_squashed(calls: list[LossCall]) -> bool:

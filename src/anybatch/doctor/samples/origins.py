@@ -401,10 +401,11 @@ def risky(
         if only_bad and (why := _why(node)):
             is_hidden = node.name() in _STEEP_AND_INFINITE
             (behind if is_behind else unlikely if is_hidden else certain).append((node, why))
-        if only_bad and _is_masked(node):
-            masked.append((node, _MASKED))
-        for after, _ in node.next_functions:
-            if after is not None and after not in chosen:
+        before = [after for after, _ in node.next_functions if after is not None]
+        if only_bad and node.name() == "SoftmaxBackward0" and before and before[0].name().startswith(_MASKING):
+            masked.append((node, _MASKED))  # of scores some of which a mask has hidden
+        for after in before:
+            if after not in chosen:
                 chosen[after] = is_behind or node.name().startswith(_CHOOSING)
                 waiting.append(after)
     # What stands behind a choice is the branch that was not taken; without one it is where values are finite.
@@ -413,12 +414,6 @@ def risky(
         return origin_of(masked[-1][0], "forward", _MASKED), leaves
     found += unlikely
     return (_told(found) if found else None), leaves
-
-
-def _is_masked(node: Any) -> bool:
-    """Whether it is a softmax of scores some of which a mask has hidden."""
-    before = [after for after, _ in node.next_functions if after is not None]
-    return node.name() == "SoftmaxBackward0" and bool(before) and before[0].name().startswith(_MASKING)
 
 
 def _told(found: list[tuple[Any, str]]) -> Origin:
