@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,15 +161,6 @@ def _statements(outer: ast.AST, skipped: set[int]) -> Iterator[ast.stmt]:
         if isinstance(node, ast.stmt):
             yield node
         yield from _statements(node, skipped)
-
-
-def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
-    """What stands in statements themselves, and not in their bodies."""
-    for one in statements:
-        if not hasattr(one, "body"):
-            yield one
-            continue
-        yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
 
 
 def _check_block(step: LoopStep) -> None:

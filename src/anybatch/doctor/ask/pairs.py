@@ -296,7 +296,6 @@ def _chosen_by_row(operation: Operation) -> bool:
 _LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist": -1}
 _LEAST_VIEWS = 16
 _MOST_INPUTS = 3
-_SURE = 4.0  # standard errors
 _CLEARLY = 3.0  # standard errors
 _MOST_OF_IT = 0.4  # of a change: half of it is in the row and half in the column of one set with itself
 _BY_CHANCE = 0.65
