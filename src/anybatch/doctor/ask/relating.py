@@ -312,7 +312,7 @@ def risen(
         if time.perf_counter() > end:
             break
         order = torch.randperm(count, generator=generator)
-        changed, moved = _exchanged(step, loss, where, lambda values, order=order: values[order.to(values.device)])
+        changed, moved = _exchanged(step, loss, where, lambda one: one[order.to(one.device)])  # noqa: B023 - used at once
         try:
             again = replayed(changed, moved, held=held)
         except Unknown:
