@@ -47,6 +47,14 @@ def test_eval_on_train_is_quiet_without_an_answer() -> None:
     both("held out trained", "EVAL_ON_TRAIN")
 
 
+def test_terminals_bootstrapped_fires_and_gives_the_share() -> None:
+    assert "6%" in fires(asked("ends alone", "yes").run(), "TERMINALS_BOOTSTRAPPED", "warning").message
+
+
+def test_terminals_bootstrapped_is_quiet_without_an_answer() -> None:
+    both("ends alone", "TERMINALS_BOOTSTRAPPED")
+
+
 def test_inputs_alike_fires_and_gives_the_number() -> None:
     assert "is 0, in all 12 calls" in fires(asked("inputs alike", "yes").run(), "INPUTS_ALIKE", "error").message
 

@@ -525,7 +525,7 @@ def same_state(step: Step) -> Iterator[Probed]:
     for operation in step.used(*DISTANCES):
         sides = operation.given[:2]
         for predicted, target in (sides, sides[::-1]) if len(sides) == 2 else ():
-            value, discount = _bootstrapped(step, target)
+            value, discount = bootstrapped(step, target)
             own = _states(step, predicted) if value is not None else set()
             if value is not None and own and own <= _states(step, value):  # a goal may be that of both
                 calls = {one for each in step.operations if step.parameters.keys() & {*each.given} for one in each.outs}
@@ -534,7 +534,7 @@ def same_state(step: Step) -> Iterator[Probed]:
                     yield said(operation, discount=discount, rows=step.rows)
 
 
-def _bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
+def bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
     """What a target multiplies with a discount and adds to what came from outside, and that discount."""
     for made in step.path(target):
         if made.kind == "add" and len(made.given) == 2:
