@@ -14,6 +14,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "statistics never made": {"norms": 2, "first": "layers.1"},
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
     "own negative": {"op": "min"},
+    "picked masked": {"op": "argmin", "share": 0.9, "fill": "inf"},
     "apart": {"share": 0.7, "masks": 90},
     "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
     "one place": {"row": 12, "table": 200, "places": 12},

@@ -517,6 +517,7 @@ def test_own_negative_fires_and_names_the_operation() -> None:
 def test_own_negative_is_quiet_without_an_answer() -> None:
     both("own negative", "OWN_NEGATIVE")
     both("easiest", "OWN_NEGATIVE")
+    both("picked masked", "OWN_NEGATIVE")
 
 
 def test_a_schedule_that_begins_anew_is_told() -> None:
