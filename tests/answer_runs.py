@@ -28,6 +28,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "redrawn": {"optimizer": 0, "times": 9, "every": 40},
     "own state": {"cls": "Net", "tensors": 6},
     "trained rows": {"rows": 48, "name": "x_test"},
+    "unread option": {"name": "remove_seen", "function": "recommend"},
     "ends alone": {"share": 0.06, "rows": 64, "discount": 0.99},
     "held out trained": {"name": "test_loader"},
     "written in evaluation": {"names": ["queue"], "count": 1},

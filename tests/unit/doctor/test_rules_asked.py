@@ -38,6 +38,11 @@ def test_copy_never_updated_is_quiet_without_an_answer() -> None:
     both("slow copy", "COPY_NEVER_UPDATED")
 
 
+def test_field_unread_fires_on_an_option_as_a_note() -> None:
+    found = fires(asked("unread option", "yes").run(), "FIELD_UNREAD", "info")
+    assert "has an argument remove_seen" in found.message
+
+
 def test_eval_on_train_fires_and_names_what_is_held_out() -> None:
     assert "x_test" in fires(asked("trained rows", "yes").run(), "EVAL_ON_TRAIN", "warning").message
 
