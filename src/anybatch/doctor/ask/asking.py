@@ -22,6 +22,7 @@ from anybatch.doctor.ask import (
     heldout,
     ideals,
     leaks,
+    mining,
     pairs,
     placing,
     pulling,
@@ -51,6 +52,7 @@ _COPIES = 16
 OF_A_STEP = (
     rows,
     pairs,
+    mining,
     pulling,
     placing,
     axes,
