@@ -45,9 +45,10 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
     for slot in sorted(needed & step.inputs) if rows >= _LEAST_ROWS else ():
         target = step.leaves[slot]
         is_varied = target.is_floating_point() and target.dim() > 1 and bool((target != target[:1]).any())
-        is_mask = ((target == 0) | (target == 1)).all() and any(slot in one.given for one in step.used("mul", "mul_"))
-        if len(target) != rows or not is_varied or is_mask:  # its zeros take the gradient away on purpose
+        if len(target) != rows or not is_varied:
             continue
+        if ((target == 0) | (target == 1)).all() and any(slot in one.given for one in step.used("mul", "mul_")):
+            continue  # its zeros take the gradient away on purpose
         found: list[tuple[float, float, int]] = []
         apart = needed - step.made_with(slot)
         for index, one in enumerate(step.operations):
