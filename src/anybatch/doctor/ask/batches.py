@@ -311,7 +311,7 @@ def _shifted(picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     And the number of that shift. By a third of each side at most; what leaves the picture comes in at the other side.
     """
     classes = torch.stack([mask == one for one in mask.unique()[:_FEW_KINDS]]).double()
-    small = [min(side, _SMALL) for side in mask.shape]  # which is enough to find it
+    small = min(mask.shape[0], _SMALL), min(mask.shape[1], _SMALL)  # which is enough to find it
     picture, classes = (torch.nn.functional.adaptive_avg_pool2d(one, small) for one in (picture, classes))
     away, marks = (one - one.mean((1, 2), keepdim=True) for one in (picture, classes))
     both = torch.fft.irfft2(
