@@ -296,8 +296,7 @@ class TrainStep(Engine):
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(kept, parts, parameters, progress)
-            if replay is not None:
-                self._proofs.conclude(task, replay, sums)
+            self._proofs.conclude(task, replay, sums)
             grad_norm = None
             if not skipped:
                 if watch is not NOBODY:
