@@ -222,11 +222,13 @@ class TrainStep(Engine):
         """
         self._intercept(batch)
         self._claim()
-        before = self.updates
+        before, refusal = self.updates, None
         try:
             try:
                 result = self._train(batch)
-            except NotSplittable as refusal:
+            except NotSplittable as error:
+                refusal = error
+            if refusal is not None:  # not within the handler, as the cause of what the whole batch raises
                 result = self._run_whole(refusal, lambda: self._train(batch))
             if result.skipped:
                 self.skipped += 1
