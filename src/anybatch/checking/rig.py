@@ -362,9 +362,8 @@ class Rig:
             self.task, splittable=turns.collated(splittable),
             settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
         )  # fmt: skip
-        own = self.stand_ins  # a second pass would draw other numbers, unless all of them are one
-        draws_same = own is None or not own.draws or (own.held.constant and own.held.alike)
-        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=draws_same)
+        own = self.stand_ins
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=own is None or own.repeats)
         if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
             self.task.loss_fn.carried = None
         for parameter in self.parameters:

@@ -26,7 +26,6 @@ from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.planning.timing import Finalist, Times, is_far, is_near, neighbours, raced
 from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
-from anybatch.update.passes import note_the_split
 from anybatch.update.transaction import Failure
 
 logger = logging.getLogger(__name__)
@@ -179,10 +178,6 @@ class Planner:
                 return until_stable(lambda: profiles.known, self._search.forget, search)
             except NothingRuns as error:
                 needed = profiles.needed_by(error.needed)
-            except (RuntimeError, ValueError, IndexError) as error:
-                if self.subject.splits:
-                    note_the_split(error, self.subject.splittable, "a run of some samples, for a plan")
-                raise
             raise stopped(needed, self._least_for_real(), self._room, self._remedies)
 
     @property

@@ -200,10 +200,3 @@ def test_an_error_that_the_whole_batch_has_too_is_the_users_own() -> None:
         step(graph())
     assert raised.value.__context__ is None
     assert not hasattr(raised.value, "__notes__")
-
-
-def test_a_plan_says_of_an_error_that_some_samples_were_run() -> None:
-    model = Neighbours()
-    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
-        anybatch.plan(model, over_known, graph(), torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB")
-    assert "a run of some samples, for a plan: the 12 samples" in raised.value.__notes__[0]
