@@ -15,7 +15,7 @@ from anybatch.batch.layout import Branch, Node, Rows, lay_out
 from anybatch.batch.trees import leaves, lookup
 from anybatch.checking.causes import more, reason
 from anybatch.checking.cuts import parts_of_sizes
-from anybatch.checking.gradients import Outcome, length_of, norm_of, sketched
+from anybatch.checking.gradients import Kept, Outcome, length_of, norm_of
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.rig import Case
 from anybatch.errors import BatchError
@@ -240,17 +240,17 @@ class Columns(NamedTuple):
     counts: list[float]  # what ``Mean`` s are over; empty for a plain loss
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], name: str, sizes: Sequence[int]) -> "Columns":
+    def of(cls, outcomes: Sequence[Outcome], name: str, nothing: Kept) -> "Columns":
         """The columns of runs in which one loss was the only one that counted.
 
         Args:
-            sizes: the entries of each gradient, of which there may be none.
+            nothing: what is kept of gradients that are zero.
         """
         counts = [outcome.counts[name] for outcome in outcomes if name in outcome.counts]
         pairs = [(outcome.losses.get(name, 0.0), outcome.counts.get(name, 1.0)) for outcome in outcomes]
         values, factors = torch.tensor(pairs, dtype=torch.float64, device="cpu").T
-        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        kept = [torch.cat([nothing, *map(sketched, one.gradients, sizes)]) for one in outcomes]
+        each = [[one.gradients.get(key, zeros) for key, zeros in nothing.items()] for one in outcomes]
+        kept = [torch.cat([values[:0], *(one.to("cpu", torch.float64) for one in own)]) for own in each]
         return cls(values * factors, torch.stack(kept, 1) * factors, counts)
 
     def chosen(self, which: torch.Tensor) -> "Columns":
@@ -373,7 +373,8 @@ class Averages:
         self._names = list(case.whole.losses)
         self._splittable = splittable = case.rig.splittable
         self._given = case.rig.task.count
-        self._sizes = [one.numel() * (2 if one.is_complex() else 1) for one in case.rig.parameters]
+        sizes = {id(one): length_of(one.numel() * (2 if one.is_complex() else 1)) for one in case.rig.parameters}
+        self._nothing = {key: torch.zeros(size, dtype=torch.float64, device="cpu") for key, size in sizes.items()}
         self._whole = next(splittable.materialise(splittable.plan(None)))
         self._batches = [list(splittable.materialise(parts)) for parts in self._splits]
         self._candidates = ways_to_count(self._whole, splittable.broadcast, tensors_of(case.rig.task.loss_fn))
@@ -437,7 +438,7 @@ class Averages:
         return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
 
     def _measured(self, parts: Sequence[Part], name: str) -> Columns:
-        return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._sizes)
+        return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._nothing)
 
     def _fitting(self, pieces: Pieces, name: str) -> list[Candidate]:
         """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
@@ -513,7 +514,7 @@ class Averages:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
         if isinstance(self._rig.task.loss_fn, Coupled):
             return None
-        lengths = torch.tensor(list(map(length_of, self._sizes)), dtype=torch.int64, device="cpu")
+        lengths = torch.tensor([*map(len, self._nothing.values())], dtype=torch.int64, device="cpu")
         places = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)  # of the parameters, of each entry
         if pieces.narrowed(torch.ones_like(places, dtype=torch.bool)).is_mean_of_reached(of_mean=False):
             return reason("function of a mean", where)  # one mean, by whose weights the value does not add up

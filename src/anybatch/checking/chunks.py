@@ -18,10 +18,10 @@ from anybatch.batch.trees import flat, map_leaves
 from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
-from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import Rig
 from anybatch.checking.trial import Found, Trial
+from anybatch.checking.wording import in_one_line, is_own
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget

@@ -96,9 +96,8 @@ def _refuse_unused(rig: Rig, whole: Outcome) -> None:
     """Refuses a loss that gives no gradient to any parameter of the model, or to any of the inputs."""
     model, inputs = rig.task.model, rig.task.settings.inputs
     own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-    pairs = zip(rig.parameters, whole.gradients, strict=True)
-    found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
-    if found and all(gradient is None for gradient in found):
+    found = [id(parameter) for parameter in rig.parameters if inputs is not None or id(parameter) in own]
+    if found and whole.gradients.keys().isdisjoint(found):
         raise unused(model, len(found), are_inputs=inputs is not None)
 
 
@@ -221,7 +220,7 @@ class Examination(Case):
             if comparison.error > self.tolerance and stand_ins.is_uneven:
                 stand_ins.held.alike = True
                 alike = self.rig.run()
-                if any(one is not None and one.any() for one in alike.gradients):
+                if any(one.any() for one in alike.gradients.values()):
                     comparison = self.compared(whole=alike)
                 else:  # nothing was compared
                     stand_ins.held.alike = False

@@ -21,12 +21,11 @@ from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
-from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
-from anybatch.checking.wording import how_far
+from anybatch.checking.wording import how_far, in_one_line, is_own
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, as_coupled

@@ -21,11 +21,11 @@ from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import splits_of
-from anybatch.checking.failures import in_one_line
-from anybatch.checking.gradients import Comparison, Outcome
+from anybatch.checking.gradients import Comparison, Outcome, kept_of
 from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of, reached_by
 from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
+from anybatch.checking.wording import in_one_line
 from anybatch.errors import CountError, LossError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import Evaluation, InPieces, LossFunction, Piece, Place, is_nothing, unless_nothing
@@ -213,10 +213,9 @@ class Rig:
                     self._copy_values(leaf)
                     self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
-        kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
+        kept = [i for i, one in enumerate(self.parameters) if i < inside or id(one) in whole.gradients]
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
-        whole.gradients = [whole.gradients[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
 
@@ -374,14 +373,13 @@ class Rig:
             self.effects.restore()
         with self.stand_ins or contextlib.nullcontext():
             weights, sums = run_pass(task, parts, self.parameters, Progress())
-        gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
             raise CountError(
                 "the count of the batch is 0, so there is no gradient to compare; expected a batch with something to "
                 "learn from"
             )
-        return Outcome(values_of(sums), counts, gradients)
+        return Outcome(values_of(sums), counts, kept_of(self.parameters))
 
     @contextlib.contextmanager
     def rounded(self, unit: float) -> Iterator[None]:
@@ -455,13 +453,6 @@ class Case:
             errors.append(outcome.error(comparison.whole, norm))
         if max(errors) <= self.tolerance:
             comparison.error = max(errors)
-
-
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
-from anybatch.checking.gradients import Sketch, relative
+from anybatch.checking.gradients import Kept, distance, kept_of, relative
 from anybatch.checking.proving import Split
 from anybatch.checking.reach import OwnOptimizers, parameters_of, reached_by
 from anybatch.checking.reach import modules_of as reached_modules
@@ -116,7 +116,7 @@ class _Hooks(TorchFunctionMode):
 class Ran(NamedTuple):
     """What a run gave: the gradient, the leaves that have one, the losses, and which random numbers were drawn."""
 
-    gradient: Sketch
+    gradient: Kept
     leaves: list[torch.Tensor]
     losses: dict[str, float]
     drew_torch: bool
@@ -209,7 +209,7 @@ class Trial:
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, other.leaves))
         counted = [one for one in [*whole.leaves, *other.leaves] if id(one) in lasting]
-        off, norm = other.gradient.distance(whole.gradient, of=counted), whole.gradient.distance(of=counted)
+        off, norm = distance(other.gradient, whole.gradient, of=counted), distance(whole.gradient, of=counted)
         found = self.judged(
             cut, counted, relative(off, norm), other.value_error(whole), draws=draws, in_single=in_single
         )
@@ -409,7 +409,7 @@ class Trial:
             self._changers.update(() if outside is None else outside.functions)
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
-                return Ran(Sketch(leaves), leaves, values_of(sums), *self._moved())
+                return Ran(kept_of(leaves), leaves, values_of(sums), *self._moved())
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
