@@ -18,13 +18,13 @@ from anybatch.batch.batches import sizes_of
 from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
-from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
+from anybatch.checking.visits import callers_seen
 from anybatch.checking.wording import how_far, in_one_line, is_own
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
@@ -103,8 +103,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         note = "BatchNorm without running statistics sees other samples"
         return Proof("undecided", update=update, note=note), None, Seen()
-    calls = CallsOf(task.model)
-    with surroundings(), calls.seen():
+    with surroundings(), callers_seen(task.model) as takes_hooks:
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
         if over_time is not None and (over_time[0].outcome == "not exact" or len(split.parts) < 2):
@@ -127,7 +126,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         proof, reason = until_crossed(proof, prover.bound)
     if proof.exact and reason is None and over_time is not None:
         reason = over_time[1]  # chunks that may be part of the loss, of which a warning tells
-    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, calls.take_hooks)
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, takes_hooks())
 
 
 def prove_among_many(split: Split) -> Found | None:

@@ -22,7 +22,7 @@ from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Case, in_place_of, muted, scaled, with_each
 from anybatch.checking.standins import Turns
 from anybatch.checking.state import shown_iterators
-from anybatch.checking.visits import Recording, culprits, gets_different_inputs
+from anybatch.checking.visits import ROUNDINGS, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, LossFunction
@@ -33,7 +33,6 @@ from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import same
 from anybatch.update.passes import Task
 
-_ROUNDINGS = 3  # of every weight, which may be as far off as those in the parts
 _MOST_MODULES = 5  # that are named
 _LEAST = 4  # samples, of which two can change places in each half
 _TURNED: Callable[[list[int]], list[int]] = lambda places: [*places[1:], places[0]]  # noqa: E731
@@ -209,7 +208,7 @@ def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
     rounded = whole
     if case.unit:
         with rig.rounded(case.unit), rig.visits.recording(whole.samples) as rounded:
-            rounding = _ROUNDINGS * rig.run().error(ran)
+            rounding = ROUNDINGS * rig.run().error(ran)
         if comparison.error <= rounding:
             return [reason("rounding", evidence={"error": comparison.error, "rounding": rounding})]
     for split in case.splits:
@@ -218,10 +217,10 @@ def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
             with rig.visits.recording(part.samples) as recording:
                 next(alone)
             parts.append(recording)
-    found = culprits(whole, parts, case.tolerance, rounded, _ROUNDINGS)
+    found = culprits(whole, parts, case.tolerance, rounded)
     if found:
         return [_mixing(case, *one, whole) for one in list(found.items())[:_MOST_MODULES]]
-    if "" in rig.modules and gets_different_inputs(whole, parts, "", case.tolerance):
+    if "" in rig.modules and gets_different_inputs(whole, parts, case.tolerance):
         return [reason("mixed before", model=type(rig.task.model).__name__)]
     return []
 

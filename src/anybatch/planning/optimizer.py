@@ -22,7 +22,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.optimizers import state_tensors, with_tensors
-from anybatch.update.began import OptimizerWatch
+from anybatch.update.boundary import OptimizerWatch
 from anybatch.update.closures import StepCall, step_alone
 
 logger = logging.getLogger(__name__)
