@@ -83,9 +83,6 @@ class _Leaf(NamedTuple):
 def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
     """Lists ways to count a batch, the likeliest first.
 
-    Args:
-        weights: tensors that the loss reaches, by name, among which class weights may be.
-
     Example:
         >>> batch = {"x": torch.zeros(2, 3), "labels": torch.tensor([[5, -100, 7], [1, 2, -100]])}
         >>> [candidate.code for candidate in ways_to_count(batch, (), [])][:3]
@@ -331,9 +328,6 @@ class Pieces(NamedTuple):
 
     def solved_weights(self, *, of_mean: bool = True) -> list[list[float]] | None:
         """Solves for the weights by which the parts make up the whole, if the parts have enough to tell.
-
-        Args:
-            of_mean: whether they have to add up to one.
 
         Returns:
             For each split its weights, which are positive; ``None`` if there are none, or too many.

@@ -96,8 +96,7 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> _Shown:
     """What makes a difference in float64."""
     with ExitStack() as stack:
         rig, _, refused = opened(replace(task, loss_fn=loss.in_chunks(length)), stack)
-        if rig.stand_ins is not None:
-            rig.stand_ins.held.constant = True
+        rig.stand_ins.held.constant = True
         whole, ran = rig.run(), rig.run(loss_fn=loss.in_chunks(other))
         error, off = ran.error(whole), ran.value_error(whole)
         least = _APART_IN_SINGLE if refused else _APART

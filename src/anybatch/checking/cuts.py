@@ -157,9 +157,6 @@ class Cuts:
         """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
         The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
-
-        Args:
-            beyond: whether more samples than a micro-batch has are taken.
         """
         rows = self._columns.shape[1]
         wanted = min(rows, most, rows if beyond else self.largest)

@@ -76,9 +76,6 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
     """Batches in which numbers of one leaf are missing, negative, marks, twice there, or are not all one.
 
     No whole number is larger than it was, or negative: for that there is no batch, but ``None``.
-
-    Args:
-        sizes: samples of the micro-batches.
     """
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
@@ -194,12 +191,7 @@ def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def thinned(splittable: Splittable, sizes: Sequence[int], only: str = "") -> tuple[list[str], Splittable]:
-    """A batch in which masks that are full are not, by chance and by another rate in each sample; and their labels.
-
-    Args:
-        sizes: samples of the micro-batches.
-        only: the label of the one mask that is changed; ``""`` for all.
-    """
+    """A batch in which masks that are full are not, by chance and by another rate in each sample; and their labels."""
     (batch,) = splittable.batches
     generator, values, labels = torch.Generator("cpu").manual_seed(0), flat(batch), list[str]()
     for place, (label, path, leaf) in enumerate(leaves(batch, "batch")):

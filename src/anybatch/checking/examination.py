@@ -31,7 +31,6 @@ from anybatch.update.refusals import unused, without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
-_PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
 
 
 def examine(task: Task) -> Certificate:
@@ -103,21 +102,19 @@ def _refuse_unused(rig: Rig, whole: Outcome) -> None:
 
 def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     """Runs the whole batch in float64, or in the model's own precision where that can't run."""
-    refused = ""
-    for dtype, substitutes in _PRECISIONS:
-        with ExitStack() as trial:
-            rig = Rig(task, dtype, substitutes=substitutes)
-            try:
-                whole = rig.open(trial)
-            except Exception as error:
-                is_last = (dtype, substitutes) == _PRECISIONS[-1]
-                if is_last or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
-                    raise
-                refused = refused or f"{type(error).__name__}: {error}"
-                continue
+    with ExitStack() as trial:
+        rig = Rig(task, torch.float64)
+        try:
+            whole = rig.open(trial)
+        except Exception as error:
+            if isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
+                raise
+            refused = f"{type(error).__name__}: {error}"
+        else:
             stack.push(trial.pop_all())
-            return rig, whole, refused
-    raise AnyBatchError("unreachable")
+            return rig, whole, ""
+    rig = Rig(task, None)
+    return rig, rig.open(stack), refused
 
 
 class Examination(Case):
@@ -144,7 +141,7 @@ class Examination(Case):
             self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
         comparison = self.compared()
-        if self.rig.stand_ins is not None and self.rig.stand_ins.lowered:
+        if self.rig.stand_ins.lowered:
             names = sorted(self.rig.stand_ins.lowered)
             self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
@@ -210,7 +207,7 @@ class Examination(Case):
         or if the loss is a mean over as many items as are drawn. With one number for a whole draw neither matters.
         """
         stand_ins, drew = self.rig.stand_ins, False
-        if stand_ins is not None and stand_ins.draws:
+        if stand_ins.draws:
             drawn = comparison
             stand_ins.held.constant = True
             whole = self.rig.run()
@@ -295,8 +292,7 @@ class Examination(Case):
         return error
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
-        stand_ins = self.rig.stand_ins
-        draws = [] if stand_ins is None else list(stand_ins.draws)
+        draws = list(self.rig.stand_ins.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
         if not draws or any(one.code == "random" for one in self.reasons):
             return

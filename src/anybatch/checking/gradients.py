@@ -37,11 +37,7 @@ Kept = Mapping[int, torch.Tensor]
 
 
 def distance(one: Kept, other: Kept | None = None, *, of: Iterable[torch.Tensor] | None = None) -> float:
-    """The norm of a gradient, or of what it is less another one; one of a leaf that is missing is zero.
-
-    Args:
-        of: the leaves that count; ``None`` for all.
-    """
+    """The norm of a gradient, or of what it is less another one; one of a leaf that is missing is zero."""
     found = one if other is None else less(one, other)
     counted = found.keys() if of is None else {id(leaf) for leaf in of}
     return math.hypot(0.0, *(norm_of(kept) for key, kept in found.items() if key in counted))

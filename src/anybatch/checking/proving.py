@@ -313,9 +313,6 @@ class Proofs:
     def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
         """Looks at the loss of all micro-batches that have run.
 
-        Args:
-            sums: what they gave.
-
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
@@ -353,9 +350,6 @@ def _are_unmade(model: Any, parameters: Sequence[torch.Tensor]) -> bool:
 
 def layout_key(splittable: Splittable, nodes: Sequence[Rows | Constant] | None = None) -> Hashable:
     """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
-
-    Args:
-        nodes: its leaves, where these are known.
 
     Example:
         >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))

@@ -28,9 +28,6 @@ def reached_by(loss_fn: Any) -> Named:
 def modules_of(model: Any, loss_fn: Any, of_loss: Named | None = None) -> dict[str, torch.nn.Module]:
     """The modules that a model and a loss function reach, without the submodules of others.
 
-    Args:
-        of_loss: what ``reached_by`` the loss function has found.
-
     Returns:
         The modules by how they are written in code next to the loss; the model has the empty name.
     """

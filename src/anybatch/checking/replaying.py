@@ -126,12 +126,7 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 class Replay:
-    """What a model gives in the micro-batches of a step, to see the loss of all of them at once.
-
-    Args:
-        proof: what was found of some samples.
-        seen: what was seen of the program then.
-    """
+    """What a model gives in the micro-batches of a step, to see the loss of all of them at once."""
 
     def __init__(self, split: Split, proof: Proof, seen: Seen) -> None:
         self._split, self._task, self._parts, self._proof, self._seen = split, split.task, split.parts, proof, seen
@@ -198,11 +193,7 @@ class Replay:
         self._given.clear()  # and nothing is looked at
 
     def found(self, losses: Mapping[str, float]) -> Found | None:
-        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing.
-
-        Args:
-            losses: the values that they gave.
-        """
+        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
         try:
             with surroundings():
                 if calls := self._joined():
@@ -315,11 +306,7 @@ class Replay:
     def _played(
         self, calls: list["_Call"], splittable: Splittable | None = None, operations: RowWise | None = None
     ) -> Iterator[tuple[Trial, Cut, "_Player"]]:
-        """Lets outputs stand in for the model; gives what runs the loss of these, their samples, and what plays them.
-
-        Args:
-            splittable: another batch; ``None`` for the one that the model was given.
-        """
+        """Lets outputs stand in for the model; gives what runs the loss of these, their samples, and what plays them."""
         task, is_planned = self._task, self._task.is_planned
         player = _Player(calls, task, splittable, operations)
         limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM

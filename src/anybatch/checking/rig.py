@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
-from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
 from anybatch.checking.causes import reason
@@ -74,13 +73,12 @@ class Rig:
 
     Args:
         dtype: the precision, ``None`` for the model's own.
-        substitutes: whether random numbers and precisions are replaced.
 
     Attributes:
         task: the same; another batch may be put in its place.
     """
 
-    def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
+    def __init__(self, task: Task, dtype: torch.dtype | None) -> None:
         self.task = replace(task, splittable=task.splittable.collated_from_copies())
         self.dtype, self.device = dtype, task.settings.device
         self.roots = modules_of(task.model, task.loss_fn)
@@ -91,9 +89,7 @@ class Rig:
         }
         self.visits = Visits(self.modules)
         wider = DOUBLE if dtype is torch.float64 else None
-        self.stand_ins = (
-            StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
-        )
+        self.stand_ins = StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime))
         self.effects = SideEffects([task.model, task.loss_fn], of_data=[task.splittable.collate])  # of a run in Python
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
@@ -254,7 +250,7 @@ class Rig:
     def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
         """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
         again = functools.partial(self.run, parts, fresh=False, carries=carries)
-        return self.stand_ins is not None and self.stand_ins.repeated(self.run, again) is not None
+        return self.stand_ins.repeated(self.run, again) is not None
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -317,25 +313,14 @@ class Rig:
         return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
-        """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
-
-        Args:
-            parts: the split.
-            name: the only loss that counts, if there are several.
-        """
+        """The loss and the gradient of each micro-batch of a split alone, not weighted; of the loss of a name, if given."""
         loss_fn = self.task.loss_fn
         if name:  # the others are multiplied by zero
             loss_fn = _multiplied(loss_fn, lambda one: float(one == name))
         if not isinstance(loss_fn, (Coupled, InPieces)):
             loss_fn = _filled(loss_fn)
-        # At once: they are made before one is written to.
-        batches = [to_device(one, self.device) for one in copies_of(self.splittable, self.dtype).materialise(parts)]
-        for part, batch in zip(parts, batches, strict=True):
-            if self.splittable.collate is None:
-                alone = Splittable([batch], broadcast=self.splittable.broadcast)
-            else:  # whatever collate made of the samples
-                alone = self.splittable.chosen(list(part.samples))
-                alone.collate = lambda _, batch=batch: batch
+        for part in parts:
+            alone = copies_of(self.splittable.chosen(list(part.samples)), self.dtype)
             turns = Turns(self.stand_ins, self.splittable.rows, [part.samples])
             changes = {"loss_fn": loss_fn, "count": count_samples, "batch_norm": "frozen"}
             yield self._run(alone, alone.plan(None), turns, True, (), changes)
@@ -353,7 +338,7 @@ class Rig:
                 self._restore_buffers()
                 self._random.restore()
             with without_modes():  # which would take a copy for one of the loss's operations
-                goes_on = turn > 0 and self.stand_ins is not None and self.stand_ins.drawn is not None
+                goes_on = turn > 0 and self.stand_ins.drawn is not None
                 self.effects.restore(carries if turn else (), generators=not goes_on)
 
         # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
@@ -361,8 +346,8 @@ class Rig:
             self.task, splittable=turns.collated(splittable),
             settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
         )  # fmt: skip
-        draws = self.stand_ins is not None and bool(self.stand_ins.draws)  # a second pass would draw others
-        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=not draws)
+        in_pieces = not self.stand_ins.draws  # a second pass would draw others
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=in_pieces)
         if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
             self.task.loss_fn.carried = None
         for parameter in self.parameters:
@@ -371,7 +356,7 @@ class Rig:
         self._random.restore()  # from which the seed of masks is drawn
         if splittable.collate is not None:  # which may have generators of its own
             self.effects.restore()
-        with self.stand_ins or contextlib.nullcontext():
+        with self.stand_ins:
             weights, sums = run_pass(task, parts, self.parameters, Progress())
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -183,10 +183,10 @@ def _padding(case: Case, comparison: Comparison) -> list[Reason]:
     own, stand_ins = case.rig.splittable, case.rig.stand_ins
     if own.collate is None:
         return []
-    effects, draws = case.rig.effects, {} if stand_ins is None else stand_ins.draws
+    effects, draws = case.rig.effects, stand_ins.draws
     before, random, generators = dict(draws), RandomState(), effects.generators()
     draws.clear()
-    with stand_ins or nullcontext():  # as the whole batch was made: in the same precision, of the same numbers
+    with stand_ins:  # as the whole batch was made: in the same precision, of the same numbers
         padded = joined(Turns(stand_ins, own.rows, [range(own.rows)]).collated(own))
     orders = {draw.operation for draw in draws} <= {"randperm"}
     others = random.moved()[1] or not same(generators, effects.generators())
@@ -370,14 +370,7 @@ def _padded_or_drawn(
     case: Case, comparison: Comparison, padded: Splittable, splits: Sequence[Sequence[Part]], *, orders: bool,
     others: bool,
 ) -> list[Reason]:  # fmt: skip
-    """Tells the length of the padding from what else ``collate`` does with samples, where one of them is the cause.
-
-    Args:
-        comparison: becomes that of the same numbers, where these are all there is to it.
-        padded: the batch of all samples, which has the whole's gradient also in parts.
-        orders: whether torch draws nothing but orders in ``collate``.
-        others: whether NumPy, Python or a generator of the user's own draws there.
-    """
+    """Tells the length of the padding from what else ``collate`` does with samples, where one of them is the cause."""
     for is_left in (False, True):
         held = case.compared(splits=splits, splittable=_as_long_as_own(case.rig.splittable, padded, is_left))
         if held.error <= case.tolerance:
@@ -387,6 +380,7 @@ def _padded_or_drawn(
             met = _meets(case)
             if met is not False:
                 return [reason("drawn together") if met else reason("not held", "collate", {"meet": None})]
+            # The same numbers are all there is to it.
             comparison.each, comparison.error = held.each, held.error
             case.notes.append(reason("drawn", "collate", {"operations": [OTHERS]}, shown=["`collate`"]))
             return []

@@ -69,9 +69,6 @@ class Switches:
 
         The modules of a large model take a millisecond to look at, so that later this is not done in each step.
 
-        Args:
-            nodes: the leaves of the batch, of which those count that are not of its samples.
-
         Example:
             >>> switches, phase = Switches(), {"epoch": 0}
             >>> loss_fn = functools.partial(lambda model, batch, epoch: epoch, epoch=0)

@@ -165,12 +165,7 @@ class Trial:
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
-        """Runs a cut whole and in parts.
-
-        Args:
-            cut: the samples.
-            in_single: whether what is of low precision is computed in float32.
-        """
+        """Runs a cut whole and in parts; ``in_single`` what is of low precision is computed in float32."""
         wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
@@ -287,11 +282,7 @@ class Trial:
         return Recording(limit=self.room) if self._task.is_planned else contextlib.nullcontext()
 
     def fitting(self, part: Part, most: int) -> tuple[int, int]:
-        """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
-
-        Args:
-            part: one of the full size, which is measured.
-        """
+        """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it."""
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
         most_of_one = self._measured(alone)
         room = most_of_one if self._task.is_planned else max(most_of_one, _FREE)
@@ -302,9 +293,6 @@ class Trial:
 
     def of_losses_beside(self, cut: Cut, room: int | None = None) -> Difference | None:
         """The same of whole micro-batches, for which a plan has the room of the gradients, or of fewer with theirs.
-
-        Args:
-            room: bytes that they may take; ``None`` for what a plan has room for.
 
         Returns:
             The first difference that a cut makes, or the last one; ``None`` where numbers are drawn that nothing stands
@@ -375,11 +363,7 @@ class Trial:
         differentiate: bool = True,
         bounds: Bounds | None = None,
     ) -> Ran:
-        """Runs a cut in parts, as a logical batch over the processes that this trial is made with.
-
-        Args:
-            cut: the samples of this process; ``None`` for none.
-        """
+        """Runs a cut in parts, or none, as a logical batch over the processes that this trial is made with."""
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
         is_of_no_sample = numbers is None or numbers.held.constant

@@ -151,11 +151,7 @@ Marks = dict[int, tuple[list[float] | None, float]]
 
 
 def marks_of(tensors: Sequence[torch.Tensor | None], *, waits: bool) -> Marks:
-    """The sums by which two runs are compared; ``None`` for a fake tensor.
-
-    Args:
-        waits: whether tensors on other devices than the CPU are looked at, which have to be synchronized for it.
-    """
+    """The sums by which two runs are compared, ``None`` for a fake tensor; on other devices if it ``waits`` for them."""
     found: Marks = {}
     for position, tensor in enumerate(tensors):
         if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
@@ -214,11 +210,7 @@ def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 class Outputs:
-    """The outputs of micro-batches.
-
-    Args:
-        samples: positions in the logical batch, for each micro-batch.
-    """
+    """The outputs of micro-batches."""
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self._samples = samples

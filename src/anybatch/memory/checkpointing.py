@@ -398,11 +398,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 class Contents:
-    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied.
-
-    Args:
-        values: objects that may be changed by what they are given to, such as a cache of keys and values.
-    """
+    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._noted: list[tuple[Any, Any, type]] = []

@@ -44,12 +44,7 @@ class Handle(ExitStack):
 
 
 class Layered:
-    """A forward with a layer around it.
-
-    Args:
-        forward: what is called in the end.
-        layer: around it; ``None`` once it was taken off, so that one who kept this calls the forward itself.
-    """
+    """A forward with a layer around it, ``None`` once it was taken off: who kept this calls the forward itself then."""
 
     __slots__ = ("__wrapped__", "layer")
 

@@ -24,10 +24,6 @@ from anybatch.tensors.dispatch import without_modes
 class Spilling:
     """Lets nothing stay that waits for a backward, nor gradients that were added to others.
 
-    Args:
-        recording: of the pass.
-        gradients: parameters, and for each what stands for the gradient that other micro-batches left.
-
     Example:
         >>> weight = torch.ones(100, requires_grad=True)
         >>> recording = Recording()

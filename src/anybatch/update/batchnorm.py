@@ -36,9 +36,6 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
     """The modules whose result or buffers depend, as they are now, on which samples are together in a batch.
 
-    Args:
-        *models: the model, and others such as a loss; anything that is no module has none.
-
     Returns:
         The modules by qualified name: BatchNorm of every kind in training mode, compiled by ``torch.jit`` or not, and
         in evaluation mode where it has no running statistics. InstanceNorm does not couple samples; what its running
@@ -116,8 +113,7 @@ def batch_norm_as(
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
-    Returns:
-        A context whose value is to be called at the beginning of each micro-batch.
+    Gives what is to be called at the beginning of each micro-batch.
     """
     is_frozen = policy == "frozen" and cause().verb is not None
     _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=is_frozen)

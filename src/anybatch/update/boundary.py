@@ -72,12 +72,7 @@ class Boundary:
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
     def begin(self, parameters: Sequence[torch.Tensor], *, clipped: Sequence[torch.Tensor]) -> None:
-        """Begins a logical batch: nothing is committed yet.
-
-        Args:
-            parameters: all that get a gradient.
-            clipped: those of them that the norm is of.
-        """
+        """Begins a logical batch: nothing is committed yet."""
         self.is_committed = False
         self._watches = []
         self._parameters, self._clipped = parameters, clipped
@@ -146,11 +141,7 @@ class Boundary:
             raise KeyboardInterrupt
 
     def step(self, progress: Progress, again: Again | None, *, is_shared: bool = False) -> None:
-        """Steps all optimizers; what comes after it may not take them back.
-
-        Args:
-            is_shared: whether other ranks apply the same update, which they can't take back.
-        """
+        """Steps all optimizers; what comes after it may not take them back."""
         if is_shared:
             self._step_with_others(progress, again)
             return

@@ -160,11 +160,7 @@ class Progress:
 
 
 class Beginnings:
-    """What is on during a pass, and is notified of the beginning of each micro-batch.
-
-    Args:
-        seed: of masks that do not depend on the split; drawn if it is not given.
-    """
+    """What is on during a pass, and is notified of the beginning of each micro-batch."""
 
     def __init__(
         self,
@@ -245,9 +241,6 @@ def run_pass(
     outside: OutsideLeaves | None = None,
 ) -> tuple[Weights, Sums]:
     """Goes through the parts once.
-
-    Args:
-        outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
         The weights, and what was added up; empty sums if there is nothing to count.
