@@ -306,7 +306,7 @@ class Replay:
     def _played(
         self, calls: list["_Call"], splittable: Splittable | None = None, operations: RowWise | None = None
     ) -> Iterator[tuple[Trial, Cut, "_Player"]]:
-        """Lets outputs stand in for the model; gives what runs the loss of these, their samples, and what plays them."""
+        """Lets outputs stand in for the model; gives what runs their loss, their samples, and what plays them."""
         task, is_planned = self._task, self._task.is_planned
         player = _Player(calls, task, splittable, operations)
         limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM

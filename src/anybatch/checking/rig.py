@@ -313,7 +313,7 @@ class Rig:
         return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
-        """The loss and the gradient of each micro-batch of a split alone, not weighted; of the loss of a name, if given."""
+        """The loss and the gradient of each micro-batch of a split alone, not weighted; of one loss if it is named."""
         loss_fn = self.task.loss_fn
         if name:  # the others are multiplied by zero
             loss_fn = _multiplied(loss_fn, lambda one: float(one == name))

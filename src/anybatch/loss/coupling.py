@@ -151,7 +151,7 @@ Marks = dict[int, tuple[list[float] | None, float]]
 
 
 def marks_of(tensors: Sequence[torch.Tensor | None], *, waits: bool) -> Marks:
-    """The sums by which two runs are compared, ``None`` for a fake tensor; on other devices if it ``waits`` for them."""
+    """The sums by which two runs are compared, ``None`` for a fake tensor; on other devices only if it ``waits``."""
     found: Marks = {}
     for position, tensor in enumerate(tensors):
         if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
