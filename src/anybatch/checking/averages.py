@@ -375,7 +375,11 @@ class Averages:
 
     def find(self, name: str) -> tuple[Reason, Candidate | None]:
         """Says why one loss does not add up, with the count that it needs if that is why."""
-        pieces = self._pieces(name)
+        whole, splits = (
+            self._measured(self._splittable.plan(None), name),
+            (self._measured(p, name) for p in self._splits),
+        )
+        pieces = Pieces(whole, [*splits], self._tolerance)
         where = "loss" if len(self._names) == 1 else f"loss {name!r}"
         if pieces.whole.counts:
             return self._reason_of_mean(pieces, where), None
@@ -426,10 +430,6 @@ class Averages:
 
     def _number(self, candidate: Candidate) -> float:
         return candidate.number(self._whole, self._splittable.rows)
-
-    def _pieces(self, name: str) -> Pieces:
-        whole = self._measured(self._splittable.plan(None), name)
-        return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
 
     def _measured(self, parts: Sequence[Part], name: str) -> Columns:
         return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._nothing)

@@ -92,7 +92,7 @@ def _others_tried(leaf: torch.Tensor) -> Iterator[tuple[_Has, str, float | torch
     """What a leaf has not, with a number for some of its entries, or another leaf, by which it is tried."""
     is_whole, first = not leaf.is_floating_point(), leaf.flatten()[0].item()
     if not is_whole:
-        yield _is_missing, "nan", math.nan
+        yield lambda leaf: bool(_ends(leaf)[0].isnan()), "nan", math.nan
     if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
         yield _is_uneven, "uneven", first / 4
     if not is_whole and not _is_negative(leaf):
@@ -148,10 +148,6 @@ def _is_uneven(leaf: torch.Tensor) -> bool:
 def _is_negative(leaf: torch.Tensor) -> bool:
     low, _ = _ends(leaf)
     return bool((leaf < 0).any() if low != low else low < 0)
-
-
-def _is_missing(leaf: torch.Tensor) -> bool:
-    return bool(_ends(leaf)[0].isnan())
 
 
 def is_not_full(leaf: torch.Tensor) -> bool:

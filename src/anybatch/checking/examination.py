@@ -43,7 +43,10 @@ def examine(task: Task) -> Certificate:
     total = task.splittable.rows
     while True:
         try:
-            return _examined(task, total)
+            with ExitStack() as stack:
+                rig, whole, refused = opened(task, stack)
+                _refuse_unused(rig, whole)
+                return Examination(rig, whole, total, refused).certificate()
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
@@ -82,13 +85,6 @@ def _of_one(splittable: Splittable) -> Splittable:
     broadcast = placement(splittable.broadcast, getattr(splittable.broadcast, "dims", None))
     largest = max(splittable.batches, key=lambda one: lay_out(one, broadcast).rows)
     return Splittable([largest], broadcast=broadcast)
-
-
-def _examined(task: Task, total: int) -> Certificate:
-    with ExitStack() as stack:
-        rig, whole, refused = opened(task, stack)
-        _refuse_unused(rig, whole)
-        return Examination(rig, whole, total, refused).certificate()
 
 
 def _refuse_unused(rig: Rig, whole: Outcome) -> None:
@@ -325,16 +321,11 @@ class Examination(Case):
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
         """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
         kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()]
-        unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
+        self.unit = unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
         parts = max(len(split) for split in self.splits)
-        rounding = min(self._rounding(unit), math.sqrt(unit))  # what is more than that is a state that moves on
+        with self.rig.rounded(unit):  # which every weight is changed by, once
+            rounding = min(self.rig.run().error(self.whole), math.sqrt(unit))  # what is more is a state that moves on
         return 3 * max(rounding, 16 * unit) + unit * math.sqrt(parts)
-
-    def _rounding(self, unit: float) -> float:
-        """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""
-        self.unit = unit
-        with self.rig.rounded(unit):
-            return self.rig.run().error(self.whole)
 
 
 def _is_of_items(found: Reason) -> bool:

@@ -124,7 +124,9 @@ class Rig:
         for position, leaf in enumerate(only or ()):
             self._copy_values(leaf)
             self._add(f"inputs[{position}]", leaf)
-        self._prepare_for_cudnn()
+        for module in self.modules.values():  # copied weights are not in one chunk
+            if isinstance(module, torch.nn.RNNBase) and has_cudnn(self.device):
+                module.flatten_parameters()
         if only is not None:
             return self.run()
         try:
@@ -228,12 +230,6 @@ class Rig:
             return loss
 
         return with_each(self.task.loss_fn, look)
-
-    def _prepare_for_cudnn(self) -> None:
-        """Puts the copied weights of recurrent networks in one chunk."""
-        for module in self.modules.values():
-            if isinstance(module, torch.nn.RNNBase) and has_cudnn(self.device):
-                module.flatten_parameters()
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if not any(parameter is known for known in self.parameters):

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Visits:
         for name, module in self._modules.items():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 continue
-            before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+            before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             handles.callback(before.remove)
             handles.callback(module.register_forward_hook(self._leave, always_call=True).remove)
         return handles
@@ -84,12 +85,9 @@ class Visits:
         rows, tensors = len(self._recording.samples), (one for _, _, one in leaves(value))
         return [_print(one.detach(), rows) for one in tensors if getattr(one, "layout", None) is torch.strided]
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: Any, args: Any, kwargs: Any) -> None:
-            if not in_backward():  # where a checkpoint recomputes
-                self._stack.append((name, self._prints((args, kwargs))))
-
-        return enter
+    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        if not in_backward():  # where a checkpoint recomputes
+            self._stack.append((name, self._prints((args, kwargs))))
 
     def _leave(self, module: Any, args: Any, result: Any) -> None:
         if in_backward() or not self._stack:
@@ -126,7 +124,11 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float, rou
         least = max(tolerance, ROUNDINGS * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
         if gave > least and not _largest(whole, parts, (name, turn), "got") > tolerance:
             found[name] = max(gave, found.get(name, 0.0))
-    return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
+    inner = {
+        name: [one for one in found if one != name and f"{one}.".startswith(f"{name}." if name else "")]
+        for name in found
+    }
+    return {name: gave for name, gave in found.items() if not inner[name]}
 
 
 def gets_different_inputs(whole: Recording, parts: Sequence[Recording], tolerance: float) -> bool:
@@ -146,10 +148,6 @@ def _moved(visit: Visit, other: Visit | None) -> float:
         ),
         default=0.0,
     )
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
 def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int], side: str) -> float:

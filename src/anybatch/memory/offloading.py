@@ -170,14 +170,6 @@ def offload(
     return Handle([place.put_on(traffic) for place in places])
 
 
-def _stay(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()  # the tensor itself may be the result of the node that saves it, which would be a cycle
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
     return bring()
 
@@ -198,7 +190,8 @@ class _Traffic:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return inner(*args, **kwargs)
         if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
-            with saved_tensors_hooks(_stay, _same):
+            # Detached, since a tensor may be the result of the node that saves it, which would be a cycle.
+            with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
                 return inner(*args, **kwargs)
         with saved_tensors_hooks(_Call(self).pack, _unpack):
             return inner(*args, **kwargs)
