@@ -375,11 +375,8 @@ class Averages:
 
     def find(self, name: str) -> tuple[Reason, Candidate | None]:
         """Says why one loss does not add up, with the count that it needs if that is why."""
-        whole, splits = (
-            self._measured(self._splittable.plan(None), name),
-            (self._measured(p, name) for p in self._splits),
-        )
-        pieces = Pieces(whole, [*splits], self._tolerance)
+        whole = self._measured(self._splittable.plan(None), name)
+        pieces = Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
         where = "loss" if len(self._names) == 1 else f"loss {name!r}"
         if pieces.whole.counts:
             return self._reason_of_mean(pieces, where), None

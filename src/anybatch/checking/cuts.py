@@ -326,11 +326,10 @@ class _Kinds:
         one, other = self._together(lacking)
         fixed = len(other)
         self._fill_apart(one, first, other, second)
+        mean = self._means[:, one].mean(1, keepdim=True)
         for at in range(second - 1, max(fixed, second - _CHANGED) - 1, -1):
             rest = other[:at] + other[at + 1 :]
-            unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != self._means[:, one].mean(
-                1, keepdim=True
-            )
+            unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != mean
             longer = torch.maximum(self._highest(rest), self._largest) != self._highest(one)
             shared = (self.in_both((one, rest)) | ~lacking)[:, None] | self.common[:, one].any(1)
             worth = torch.cat([unlike, longer, shared]).sum(0)

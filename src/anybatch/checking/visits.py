@@ -124,11 +124,7 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float, rou
         least = max(tolerance, ROUNDINGS * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
         if gave > least and not _largest(whole, parts, (name, turn), "got") > tolerance:
             found[name] = max(gave, found.get(name, 0.0))
-    inner = {
-        name: [one for one in found if one != name and f"{one}.".startswith(f"{name}." if name else "")]
-        for name in found
-    }
-    return {name: gave for name, gave in found.items() if not inner[name]}
+    return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
 
 
 def gets_different_inputs(whole: Recording, parts: Sequence[Recording], tolerance: float) -> bool:
@@ -148,6 +144,10 @@ def _moved(visit: Visit, other: Visit | None) -> float:
         ),
         default=0.0,
     )
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
 def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int], side: str) -> float:
