@@ -268,9 +268,6 @@ def flat(node: Any) -> list[Any]:
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Iterates over all leaves.
 
-    Yields:
-        ``(label, path, leaf)``: a label such as ``batch['x'][0]``, and the path as a tuple of bare keys.
-
     Example:
         >>> [label for label, _, _ in leaves({"x": (1, 2)}, "batch")]
         ["batch['x'][0]", "batch['x'][1]"]

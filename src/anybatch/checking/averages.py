@@ -281,11 +281,7 @@ class Pieces(NamedTuple):
         return Pieces(whole, splits, self.tolerance)
 
     def residual(self, split: int, weights: Sequence[float]) -> float:
-        """How far the weighted sum of a split's parts is from the whole, relative to what is summed.
-
-        Returns:
-            The larger of the relative differences of the value and of the gradient; infinite if it is not finite.
-        """
+        """How far the weighted sum of a split's parts is from the whole, relative to what is summed."""
         factors = torch.tensor(weights, dtype=torch.float64, device="cpu")
         used, factors = self.splits[split].chosen(factors != 0), factors[factors != 0]
         if not used.is_finite:

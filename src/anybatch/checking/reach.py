@@ -60,28 +60,19 @@ def _optimizers(of_loss: Named) -> list[torch.optim.Optimizer]:
     return [one for _, one in of_loss if isinstance(one, torch.optim.Optimizer)]
 
 
-class OwnOptimizers:
-    """The optimizers by which a loss trains nets of its own, and none of the model's parameters.
-
-    Args:
-        of_loss: what ``reached_by`` the loss function has found.
-    """
-
-    def __init__(self, model: Any, of_loss: Named) -> None:
-        own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-        found = {id(one): one for one in _optimizers(of_loss)}.values()
-        self._found = [one for one in found if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
-
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Puts back the state that they have before the block."""
-        before = [{key: _copied(one) for key, one in each.state.items()} for each in self._found]
-        try:
-            yield
-        finally:
-            for optimizer, state in zip(self._found, before, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
+@contextlib.contextmanager
+def own_optimizers_put_back(model: Any, of_loss: Named) -> Iterator[None]:
+    """Puts back the state of the optimizers by which a loss trains nets of its own, none of the model's parameters."""
+    own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    every = {id(one): one for one in _optimizers(of_loss)}.values()
+    found = [one for one in every if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
+    before = [{key: _copied(one) for key, one in each.state.items()} for each in found]
+    try:
+        yield
+    finally:
+        for optimizer, state in zip(found, before, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
 
 
 def _copied(state: Any) -> Any:

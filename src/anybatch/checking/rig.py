@@ -21,7 +21,7 @@ from anybatch.batch.writes import own_array
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import splits_of
 from anybatch.checking.gradients import Comparison, Outcome, kept_of
-from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of, reached_by
+from anybatch.checking.reach import modules_of, optimized_by, own_optimizers_put_back, parameters_of, reached_by
 from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
 from anybatch.checking.wording import in_one_line
@@ -109,7 +109,7 @@ class Rig:
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(OwnOptimizers(self.task.model, reached_by(self.task.loss_fn)).put_back())
+        stack.enter_context(own_optimizers_put_back(self.task.model, reached_by(self.task.loss_fn)))
         self._random = RandomState([self.device])
         stack.callback(self._random.restore)  # which kernels that nothing stands in for may have moved
         stack.callback(self.effects.restore)

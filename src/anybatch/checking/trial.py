@@ -17,8 +17,8 @@ from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Kept, distance, kept_of, relative
 from anybatch.checking.proving import Split
-from anybatch.checking.reach import OwnOptimizers, parameters_of, reached_by
 from anybatch.checking.reach import modules_of as reached_modules
+from anybatch.checking.reach import own_optimizers_put_back, parameters_of, reached_by
 from anybatch.checking.rig import announced, is_flag, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
@@ -161,7 +161,7 @@ class Trial:
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self.effects = SideEffects([*self._modules, *functions], tensors=False)
-        self._own_optimizers = OwnOptimizers(task.model, of_loss)
+        self._own_optimizers = partial(own_optimizers_put_back, task.model, of_loss)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
@@ -421,7 +421,7 @@ class Trial:
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
-            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers.put_back():
+            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:

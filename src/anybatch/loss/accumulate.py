@@ -73,9 +73,6 @@ class GradientWatch:
     """Detects a loss that changes the gradients that are accumulated.
 
     It compares ``.grad`` before and after the user's code, for at most about 64 evenly spaced parameters.
-
-    Args:
-        is_alone: whether no other device runs a backward at the same time.
     """
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:

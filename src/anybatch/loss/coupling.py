@@ -224,11 +224,7 @@ class Outputs:
         self._is_in_order = self._order == list(range(self.total))
 
     def add(self, outputs: Any) -> list[torch.Tensor | None]:
-        """Adds the outputs of the next micro-batch, detached.
-
-        Returns:
-            Its tensors by position, with their graph; ``None`` for anything else.
-        """
+        """Adds the outputs of the next micro-batch, detached."""
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
         number, labels, found = len(self._parts), [label for label, _ in named], [leaf for _, leaf in named]
         tensors = tensors_of(found)
@@ -383,13 +379,6 @@ class CoupledPass:
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
         """Encodes, computes the loss, and differentiates the encoder.
-
-        Args:
-            again: returns a micro-batch once more, by its index.
-            whole: returns the batch for the loss; over several processes it gets the joint outputs.
-
-        Returns:
-            The sums; gradients are in ``.grad``, scaled if there is a scaler.
 
         Raises:
             LossError: ``encode`` wrote to the batch or gave other outputs when it ran again, or the loss broke its

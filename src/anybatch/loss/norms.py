@@ -14,9 +14,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Args:
         gradients: dense tensors of any shapes; with sharded ones this is a collective call.
-
-    Returns:
-        A 0-dim tensor on the device of the first gradient; 0 if there are none.
     """
     sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:

@@ -255,11 +255,7 @@ class _Sequences:
         return self._call.looking_back() if self._count > 1 else contextlib.nullcontext()
 
     def back(self, length: int, *, exact: bool) -> Iterator[Piece]:
-        """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
-
-        Args:
-            exact: whether gradients go from chunk to chunk; else none goes to the one before.
-        """
+        """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for."""
         self._cut(length)
         origin = self._initial()
         with contextlib.ExitStack() as upstream, self._looking_back():

@@ -171,9 +171,6 @@ def places_of(model: torch.nn.Module, names: Iterable[str]) -> list[Place]:
         names: dotted names such as ``"encoder.layers.3"``, or runs of children of a Sequential: ``"net.2:5"`` are its
             children 2, 3 and 4, and ``"2:5"`` those of a model that is the Sequential itself.
 
-    Returns:
-        The parts in the order of the names; a module that has several names is there once.
-
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
         >>> [place.span for place in places_of(net, ["0", "1:3"])]

@@ -61,9 +61,6 @@ def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, t
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
         parts: by its ``id``, of each parameter that does not lie here as a whole the part that does.
-
-    Returns:
-        What it held, without buffers and the batch.
     """
     fakes = Fakes()
     real = subject.parameters

@@ -32,11 +32,7 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
 
 
 def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
-
-    Returns:
-        A 0-dim tensor for each device with gradients: 1.0 if any of them is infinite or NaN, else 0.0.
-    """
+    """What ``GradScaler.unscale_`` found in the gradients of an optimizer."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 

@@ -264,11 +264,7 @@ class _Listening(torch.optim.lr_scheduler.LRScheduler):
 def settings_of(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], clip_norm: float | None
 ) -> dict[str, str]:
-    """What an update is made with, by name; ranks that have it otherwise do not stay equal.
-
-    Args:
-        optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
-    """
+    """What an update is made with, by name; ranks that have it otherwise do not stay equal."""
     found = {"clip_norm": _shown(clip_norm), "scheduler": _shown([type(one).__name__ for one in schedulers])}
     for number, optimizer in enumerate(optimizers):
         owner = "" if len(optimizers) == 1 else f"optimizer[{number}]."
