@@ -26,6 +26,8 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "undone": {"online": 0, "online_module": "", "times": 8, "optimizer": 0, "steps": 9, "of": 10, "cosine": 0.01},
     "redrawn": {"optimizer": 0, "times": 9, "every": 40},
     "own state": {"cls": "Net", "tensors": 6},
+    "trained rows": {"rows": 48, "name": "x_test"},
+    "held out trained": {"name": "test_loader"},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "sampling start": {"times": 3.0, "level": 59.0},

@@ -29,7 +29,6 @@ TO_COME = frozenset(
         "COPY_FOLLOWS_AT_ONCE",
         "COPY_IS_ALIAS",
         "COPY_UNUSED",
-        "EVAL_ON_TRAIN",
         "EVAL_WRONG_AXIS",
         "INPUT_NOISE",
         "LABEL_LEAK",

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from anybatch.doctor.ask.source import evaluated_splits
+from anybatch.doctor.ask.heldout import evaluated_splits
 
 GIVEN = "train_mask = torch.zeros(9, dtype=torch.bool)\ntrain_mask[order[:5]] = True\n"
 TEST = "@torch.no_grad()\ndef test():\n    return [acc(out[m], y[m]) for m in (train_mask, test_mask)]\n"

@@ -38,6 +38,15 @@ def test_copy_never_updated_is_quiet_without_an_answer() -> None:
     both("slow copy", "COPY_NEVER_UPDATED")
 
 
+def test_eval_on_train_fires_and_names_what_is_held_out() -> None:
+    assert "x_test" in fires(asked("trained rows", "yes").run(), "EVAL_ON_TRAIN", "warning").message
+
+
+def test_eval_on_train_is_quiet_without_an_answer() -> None:
+    both("trained rows", "EVAL_ON_TRAIN")
+    both("held out trained", "EVAL_ON_TRAIN")
+
+
 def test_inputs_alike_fires_and_gives_the_number() -> None:
     assert "is 0, in all 12 calls" in fires(asked("inputs alike", "yes").run(), "INPUTS_ALIKE", "error").message
 

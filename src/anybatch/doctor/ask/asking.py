@@ -19,6 +19,7 @@ from anybatch.doctor.ask import (
     crediting,
     fitting,
     functions,
+    heldout,
     ideals,
     pairs,
     placing,
@@ -41,7 +42,7 @@ from anybatch.records.runs import Run
 
 _log = logging.getLogger(__name__)
 
-OF_A_RUN = (copies, source, calls, schedules, functions, batches, sampling, adversaries)
+OF_A_RUN = (copies, source, calls, schedules, functions, batches, sampling, adversaries, heldout)
 """Has what needs no more than a look at what was kept: functions whose names begin with ``about_``."""
 
 _COPIES = 16

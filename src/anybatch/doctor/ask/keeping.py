@@ -18,6 +18,7 @@ from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
 from anybatch.doctor.samples.inputs import mark, marks, some_of, standardised, versions_of
+from anybatch.doctor.samples.rows import Rows
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
@@ -36,8 +37,7 @@ _SOME = 16  # rows that are looked for
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
-_MOST_COLLATES = 2
-_MOST_PASSED = 64
+_MOST_COLLATES, _MOST_PASSED = 2, 64
 _FEWEST_NAMES, _MOST_NAMES, _MOST_NUMBERINGS = 8, 1 << 18, 8  # that are numbered, and by how many
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
@@ -187,9 +187,8 @@ class Kept:
         # data sets with a collate function of the user's own
         self.readers: list[weakref.ref[Any]] = []  # loaders in an order that is drawn, as those of a training
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
-        # of the data sets of loaders, each with whether it is read in an order that is drawn
-        self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []
-        self.streams, self.sampling, self.redraws = Streams(), Sampling(), Redraws()
+        self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []  # with whether the order is drawn
+        self.streams, self.sampling, self.redraws, self.rows = Streams(), Sampling(), Redraws(), Rows()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._is_late = False  # whether it began when those of all optimizers that have stepped were there
@@ -313,14 +312,23 @@ class Kept:
         buffers = {name for name, _ in module.named_buffers()}
         return State(weakref.ref(module), root, name, values, values, buffers, methods, steps=step)
 
+    def trains(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> bool:
+        """Is shown one of the first calls with a gradient; returns whether there is more to see in the next."""
+        first = next((one for one in _numbers((args, kwargs)) if one.dim()), None) if self.on else None
+        if first is None or first.requires_grad or is_transformed():
+            return False
+        return (self.rows.train if module.training else self.rows.evaluate)(root, first)
+
     def samples(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
         """Is shown any call without a gradient, also where nothing else is looked at."""
         if not self.on or is_transformed():
             return
         if self._step():
             self.sampling.sample(self._step(), module, args, kwargs)
-        first = None if module.training else next((one for one in _numbers((args, kwargs)) if one.dim()), None)
+        first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if first is not None:
+            self.rows.evaluate(root, first)
+        if first is not None and not module.training:
             self._count(first, (root, False))
             self._last.pop(root, None)
             if first.is_cpu and first.dim() == 2 and first.is_floating_point():  # a table

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ _ACTIONS = re.compile(r"^(b_?|batch_?)?a(ct(ion)?s?)?(_batch)?(_?b)?$", re.I)
 _REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
 _FIELDS = {"end": _ENDS, "mask": _MASKS, "action": _ACTIONS}
-_TRAINED = re.compile(r"^(train_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_train)$")
-_HELD_OUT = re.compile(r"^((val|valid|test)_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_(val|valid|test))$")
-_WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
 _RISES = re.compile(
@@ -188,63 +185,6 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
-
-
-def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss over all rows leaves out the mask of those of the training, which the evaluation alone reads."""
-    if not any(_is_whole(kept, root, batches) for root, batches in kept.batches.items()):
-        return
-    for file, tree in scripts(run):
-        for name, held, line in evaluated_splits(tree):
-            yield told("unread field", Line(file, line), name=name, held_out=held, kind="split")
-
-
-def _is_whole(kept: Kept, root: int, batches: Sequence[Any]) -> bool:
-    """Whether each loss is over all rows of one and the same input, which is the one that is evaluated."""
-    same = all(mark(first) == mark(batches[0][0]) and len(first) == len(one["target"]) for first, _, one in batches)
-    trained, evaluated = (kept.given.get((root, mode), []) for mode in (True, False))
-    return (
-        bool(trained)
-        and len(batches) > 1
-        and same
-        and any(one.rows == trained[0].rows and one.mean == trained[0].mean for one in evaluated)
-    )
-
-
-def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
-    """Masks of the rows of the training that nothing reads but an evaluation, and beside them what is held out.
-
-    Example:
-        >>> text = "@torch.no_grad()\\ndef test():\\n  return [acc(y[m]) for m in (data.train_mask, data.test_mask)]"
-        >>> list(evaluated_splits(ast.parse(text)))
-        [('train_mask', 'test_mask', 3)]
-        >>> list(evaluated_splits(ast.parse(text + "\\nloss = f(out[data.train_mask])")))
-        []
-    """
-    tested = {id(one) for scope in walked(tree) if _evaluates(scope) for one in walked(scope)}
-    stored = {
-        id(one.value) for one in walked(tree) if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store)
-    }
-    read = [
-        (one.id if isinstance(one, ast.Name) else one.attr, one.lineno, id(one) in tested)
-        for one in walked(tree)
-        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load) and id(one) not in stored
-    ]
-    held = [name for name, _, is_tested in read if is_tested and _HELD_OUT.match(name)]
-    for name in dict.fromkeys(name for name, *_ in read if _TRAINED.match(name)):
-        lines = [line for other, line, is_tested in read if other == name and is_tested]
-        if held and len(lines) == sum(other == name for other, *_ in read):
-            yield name, held[-1], lines[0]
-
-
-def _evaluates(scope: ast.AST) -> bool:
-    """Whether a function or a block is run without gradients."""
-    parts: list[ast.expr] = []
-    if isinstance(scope, FUNCTIONS):
-        parts = scope.decorator_list
-    elif isinstance(scope, ast.With):
-        parts = [one.context_expr for one in scope.items]
-    return any(_WITHOUT_GRADIENT.search(ast.unparse(one)) for one in parts)
 
 
 def _scopes(tree: ast.Module) -> Iterator[Any]:

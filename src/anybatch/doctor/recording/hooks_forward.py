@@ -35,6 +35,7 @@ class _Called:
     modules: list[Any]
     is_looked_at: bool = False
     drawn: int = 0  # how many calls were looked at that draw and do not train
+    rows: bool = True  # whether the rows of its calls with a gradient are looked at
 
 
 class ForwardHooks:
@@ -167,6 +168,8 @@ class ForwardHooks:
                 self._samplers.last_inputs[root] = (module, *recording.arguments)
             else:
                 self._samplers.keep(root, module)
+            if called.rows:
+                called.rows = self._samplers.with_gradient(module, args, kwargs)
         else:
             self._samplers.without_gradient(module, args, kwargs)
         is_drawn = not grad and module.training and bool(called.names) and called.drawn < _MOST_DRAWN

@@ -90,6 +90,10 @@ class Samplers:
 
     # forwards
 
+    def with_gradient(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+        """Is shown one of the first calls of a net with a gradient; returns whether there is more to see."""
+        return True is self.safely("kept", self.kept.trains, module, self._recording.root, args, kwargs)
+
     def without_gradient(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Is shown a call of a net without a gradient."""
         self.safely("kept", self.kept.samples, module, self._recording.root, args, kwargs)
