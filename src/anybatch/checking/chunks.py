@@ -25,8 +25,7 @@ from anybatch.checking.wording import in_one_line, is_own
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure, is_out_of_memory
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
-    from anybatch.records.certificates import Reason
-    from anybatch.records.proofs import Proof
+    from anybatch.records.certificates import Proof, Reason
 
 logger = logging.getLogger(__name__)
 

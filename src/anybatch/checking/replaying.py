@@ -23,7 +23,7 @@ from anybatch.checking.causes import explained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
-from anybatch.checking.proof import Seen, prove_among_many, with_note
+from anybatch.checking.proof import Seen, prove_among_many
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import in_place_of
 from anybatch.checking.standins import argument
@@ -31,8 +31,7 @@ from anybatch.checking.trial import Difference, Found, Trial, surroundings, tole
 from anybatch.interception import unobserved
 from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.memory.meter import OverBudget, Recording
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.tensors.dispatch import Mode, without_modes
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
@@ -279,7 +278,7 @@ class Replay:
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
-        return with_note(self._proof, note), told
+        return self._proof.with_note(note), told
 
     def _differs(self, calls: list["_Call"], splittable: Splittable) -> bool:
         with tolerated():  # the loss may take no such batch
@@ -340,7 +339,7 @@ def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | Non
         return replay.found(losses), replay.unseen
     except OverBudget as error:
         Failure(error).release()
-        proof = with_note(proof, "what the loss does with other outputs takes more, and was not seen")
+        proof = proof.with_note("what the loss does with other outputs takes more, and was not seen")
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
         Failure(error).release()
     return (proof, None), even(task.splittable)

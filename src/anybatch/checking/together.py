@@ -13,15 +13,14 @@ from anybatch.batch.batches import Part
 from anybatch.checking.causes import explained, reason
 from anybatch.checking.cuts import Cut, Cuts
 from anybatch.checking.gradients import distance
-from anybatch.checking.proof import CERTAIN, SMALL, until_crossed, with_note
+from anybatch.checking.proof import CERTAIN, SMALL, until_crossed
 from anybatch.checking.proving import Split
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import StandIns
 from anybatch.checking.trial import Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
@@ -39,7 +38,7 @@ def prove_together(split: Split) -> tuple[Proof, Reason | None]:
             try:
                 proof, why = _compared(trial, split)
                 if task.cut_of_time is not None:  # each chunk gathers the weights, on all ranks at once
-                    proof = with_note(proof, "where time is cut was not compared, since the model lies in parts")
+                    proof = proof.with_note("where time is cut was not compared, since the model lies in parts")
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"

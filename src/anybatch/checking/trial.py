@@ -30,8 +30,7 @@ from anybatch.loss.weights import FORWARD
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
-from anybatch.records.certificates import Certificate, Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Certificate, Proof, Reason
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
