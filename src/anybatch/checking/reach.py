@@ -123,13 +123,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif inspect.isfunction(value):
         if _is_foreign(value.__module__):
             return
-        for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if not is_empty(cell):
-                yield inner, cell.cell_contents
-        for inner in dict.fromkeys(names_in(value.__code__)):
-            if inner in value.__globals__:
-                yield inner, value.__globals__[inner]
-        yield from defaults_of(value)
+        yield from (*variables_of(value).items(), *defaults_of(value))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", held) for key, held in islice(value.items(), _MOST))
     elif isinstance(value, (list, tuple)):
@@ -142,6 +136,14 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
+
+
+def variables_of(function: types.FunctionType) -> dict[str, Any]:
+    """What a function reads outside of itself, by name: the variables around it, and globals."""
+    code, around = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
+    return found | {name: around[name] for name in names_in(code) if name in around and name not in found}
 
 
 def is_empty(cell: types.CellType) -> bool:
