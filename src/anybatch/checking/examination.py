@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -153,7 +154,8 @@ class Examination(Case):
             self.searched("buffers", self._examine_buffers, 0.0),
             self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
-        if names := self.rig.hooked_by_optimizers():
+        named = zip(self.rig.names, self.rig.parameters, strict=True)
+        if names := [name for name, parameter in named if id(parameter) in self.rig.with_optimizer_hooks]:
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
         if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
             self.notes.append(
@@ -292,7 +294,8 @@ class Examination(Case):
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
         if not draws or any(one.code == "random" for one in self.reasons):
             return
-        if self.rig.repeats_draws(self.splits[0], changed):
+        again = partial(self.rig.run, self.splits[0], fresh=False, carries=changed)
+        if self.rig.stand_ins.repeated(self.rig.run, again) is not None:  # since the loss seeds a generator
             self.reasons.append(seeded(draw.operation for draw in draws))
             return
         places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules

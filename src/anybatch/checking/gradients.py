@@ -112,11 +112,6 @@ class Comparison:
         """The splits that failed, and the errors."""
         return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
 
-    def wrong_losses(self, tolerance: float) -> list[str]:
-        """The losses whose values differ; all if none does."""
-        names = list(self.whole.losses)
-        return [name for name in names if self.loss_error(name) > tolerance] or names
-
 
 def length_of(size: int) -> int:
     """How many numbers are kept of a gradient of so many entries."""

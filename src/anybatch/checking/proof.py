@@ -6,7 +6,7 @@ the two gradients are not equal within rounding, the certificate of ``anybatch.c
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -29,7 +29,7 @@ from anybatch.checking.wording import how_far, in_one_line, is_own
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, as_coupled
-from anybatch.memory.meter import OverBudget
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Certificate, Proof, Reason
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
@@ -312,7 +312,8 @@ class _Prover:
                 most = 2 if self._task.is_planned else MOST
                 for cut in islice(self._cuts.inside(most), 1):
                     try:
-                        with self._trial.in_room():
+                        # Under a plan in the room that some samples have taken with their gradient.
+                        with Recording(limit=self._trial.room) if self._task.is_planned else nullcontext():
                             return self._trial.isolated(cut, later_state)
                     except OverBudget:
                         self.is_of_now = True

@@ -94,7 +94,7 @@ class Rig:
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
-        self._with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
+        self.with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
         self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
@@ -177,7 +177,7 @@ class Rig:
 
         self._undo.callback(put_back)
         if tensor._post_accumulate_grad_hooks:
-            self._with_optimizer_hooks.add(id(tensor))
+            self.with_optimizer_hooks.add(id(tensor))
             muted(tensor._post_accumulate_grad_hooks, self._undo)
         tensor.data = in_precision(values.detach().clone(), self.dtype)
 
@@ -243,11 +243,6 @@ class Rig:
         next(self.parts(self.splits()[0]))
         return not after_whole.is_now() or not same(own, self.effects.generators())
 
-    def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
-        """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
-        again = functools.partial(self.run, parts, fresh=False, carries=carries)
-        return self.stand_ins.repeated(self.run, again) is not None
-
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
 
@@ -275,11 +270,6 @@ class Rig:
         """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
         found = coupling_modules(*modules_behind(self.task.model, self.task.loss_fn)).values()
         return {name: module for name, module in self.modules.items() if any(module is one for one in found)}
-
-    def hooked_by_optimizers(self) -> list[str]:
-        """The parameters with hooks that run after a gradient was accumulated; they are off during the check."""
-        own, hooked = zip(self.names, self.parameters, strict=True), self._with_optimizer_hooks
-        return [name for name, parameter in own if id(parameter) in hooked]
 
     def splits(self, splittable: Splittable | None = None) -> list[list[Part]]:
         """The splits that are compared with the whole batch."""
@@ -329,7 +319,7 @@ class Rig:
             """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
             turn = turns.turn
             turns.begin()
-            self.visits.restart()
+            self.visits.running.clear()  # which a forward that failed leaves behind
             if fresh or turn == 0:
                 self._restore_buffers()
                 self._random.restore()

@@ -127,7 +127,8 @@ def _moving(case: Case, _: Comparison) -> list[Reason]:
 def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     """Says of each loss that does not add up why not, and tries the counts that help."""
     averages = Averages(case)
-    found = {name: averages.find(name) for name in comparison.wrong_losses(case.tolerance)}
+    wrong = [name for name in comparison.whole.losses if comparison.loss_error(name) > case.tolerance]
+    found = {name: averages.find(name) for name in wrong or comparison.whole.losses}
     counts = {name: candidate for name, (_, candidate) in found.items() if candidate is not None}
     line = (averages.line(counts),) if counts else ()
     reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]

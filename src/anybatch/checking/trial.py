@@ -276,10 +276,6 @@ class Trial:
         self.room = max(self.room, most)
         return most
 
-    def in_room(self) -> AbstractContextManager[Any]:
-        """Stops, under a plan, what takes more than some samples have taken with their gradient."""
-        return Recording(limit=self.room) if self._task.is_planned else contextlib.nullcontext()
-
     def fitting(self, part: Part, most: int) -> tuple[int, int]:
         """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it."""
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))

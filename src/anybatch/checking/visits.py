@@ -48,7 +48,7 @@ class Visits:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
-        self._stack: list[tuple[str, list[Print]]] = []
+        self.running: list[tuple[str, list[Print]]] = []
         self._recording: Recording | None = None
 
     def attached(self) -> ExitStack:
@@ -64,11 +64,7 @@ class Visits:
 
     def where(self) -> str:
         """The name of the innermost module that is running, ``"loss"`` outside of all modules."""
-        return self._stack[-1][0] if self._stack else "loss"
-
-    def restart(self) -> None:
-        """Forgets what was running, as a forward that failed leaves it behind."""
-        self._stack.clear()
+        return self.running[-1][0] if self.running else "loss"
 
     @contextmanager
     def recording(self, samples: Sequence[int]) -> Iterator[Recording]:
@@ -87,12 +83,12 @@ class Visits:
 
     def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         if not in_backward():  # where a checkpoint recomputes
-            self._stack.append((name, self._prints((args, kwargs))))
+            self.running.append((name, self._prints((args, kwargs))))
 
     def _leave(self, module: Any, args: Any, result: Any) -> None:
-        if in_backward() or not self._stack:
+        if in_backward() or not self.running:
             return
-        name, got = self._stack.pop()
+        name, got = self.running.pop()
         if self._recording is not None:
             call = sum(1 for other, _ in self._recording.visits if other == name)
             self._recording.visits[name, call] = Visit(got, self._prints(result))

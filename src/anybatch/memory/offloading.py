@@ -1,5 +1,6 @@
 """Activations wait in host memory between the forward and the backward, in copies that overlap with computation."""
 
+import operator
 import threading
 import weakref
 from collections import defaultdict
@@ -170,10 +171,6 @@ def offload(
     return Handle([place.put_on(traffic) for place in places])
 
 
-def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return bring()
-
-
 class _Traffic:
     """The layer around each of the blocks, and what their calls have on the host."""
 
@@ -193,7 +190,7 @@ class _Traffic:
             # Detached, since a tensor may be the result of the node that saves it, which would be a cycle.
             with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
                 return inner(*args, **kwargs)
-        with saved_tensors_hooks(_Call(self).pack, _unpack):
+        with saved_tensors_hooks(_Call(self).pack, operator.call):
             return inner(*args, **kwargs)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
 from operator import attrgetter
@@ -86,10 +86,6 @@ class Task:
     def optimized(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says."""
         return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)
-
-    def scaled_by(self, scaler: Any) -> "Task":
-        """The same with another ``GradScaler``."""
-        return replace(self, settings=replace(self.settings, scaler=scaler))
 
     def there(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Micro-batches on the device of the model."""
