@@ -388,12 +388,8 @@ class Trial:
             self._changers.update(() if outside is None else outside.functions)
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
-                return Ran(kept_of(leaves), leaves, values_of(sums), *self._moved())
-
-    def _moved(self) -> tuple[bool, bool]:
-        """Whether generators of torch have moved, and whether others have; the user's own included."""
-        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self.effects.drew()
-        return of_torch or own_of_torch, others or own_others
+                moved = (any(both) for both in zip(self._random.moved(), self.effects.drew(), strict=True))
+                return Ran(kept_of(leaves), leaves, values_of(sums), *moved)
 
     @contextlib.contextmanager
     def undisturbed(

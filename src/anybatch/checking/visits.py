@@ -120,7 +120,8 @@ def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float, rou
         least = max(tolerance, ROUNDINGS * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
         if gave > least and not _largest(whole, parts, (name, turn), "got") > tolerance:
             found[name] = max(gave, found.get(name, 0.0))
-    return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
+    outer = {name for name in found for other in found if name != other and (not name or other.startswith(f"{name}."))}
+    return {name: gave for name, gave in found.items() if name not in outer}
 
 
 def gets_different_inputs(whole: Recording, parts: Sequence[Recording], tolerance: float) -> bool:
@@ -140,10 +141,6 @@ def _moved(visit: Visit, other: Visit | None) -> float:
         ),
         default=0.0,
     )
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
 def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int], side: str) -> float:

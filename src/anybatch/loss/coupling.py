@@ -110,7 +110,8 @@ class Coupled:
     def __call__(self, model: Any, batch: Any) -> Any:
         """Encodes a whole batch and returns its loss, with one graph and without ``row_block``."""
         outputs = self.encode(model, batch)
-        return self.loss_of(model, outputs, batch, slice(0, _rows_of(outputs)))
+        rows = (len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        return self.loss_of(model, outputs, batch, slice(0, next(rows, 0)))
 
     def loss_of(self, model: Any, outputs: Any, batch: Any, rows: slice) -> Any:
         """Calls the user's loss with those of these arguments that it takes."""
@@ -140,10 +141,6 @@ def _arguments_of(loss: Any) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-
-
-def _rows_of(outputs: Any) -> int:
-    return next((len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
 
 Marks = dict[int, tuple[list[float] | None, float]]

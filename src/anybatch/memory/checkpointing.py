@@ -465,13 +465,8 @@ def differences_named() -> Iterator[None]:
     except CheckpointError as error:
         if not _last_run:
             raise
-        raise _differs(*_last_run[0], how=_said(error)) from error
-
-
-def _said(error: CheckpointError) -> str:
-    """torch's message, without its hints for debugging."""
-    text = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]
-    return " ".join(text.split()).rstrip(". ")
+        said = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]  # without hints for debugging
+        raise _differs(*_last_run[0], how=" ".join(said.split()).rstrip(". ")) from error
 
 
 def _differs(title: str, name: str, how: str) -> NotRecomputable:

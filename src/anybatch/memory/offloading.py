@@ -231,7 +231,8 @@ class _Call:
             self._has_sent, self._earlier, traffic.latest = True, traffic.latest, weakref.ref(self)
         entry.share()
         view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if part is None else None
-        return partial(self._bring, entry, view, _changes_of(tensor))
+        owners = [tensor] if tensor._base is None else [tensor, tensor._base]
+        return partial(self._bring, entry, view, [(weakref.ref(owner), owner._version) for owner in owners])
 
     def _bring(self, entry: "_Entry", view: Any, changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor:
         """Brings a tensor back; the first time also asks for all of this call, and of the one before it."""
@@ -319,12 +320,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
             tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
         )
     )
-
-
-def _changes_of(tensor: torch.Tensor) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-    """What tells later whether a tensor was changed in place, without holding its memory."""
-    owners = [tensor] if tensor._base is None else [tensor, tensor._base]
-    return [(weakref.ref(owner), owner._version) for owner in owners]
 
 
 def _changed() -> RuntimeError:
