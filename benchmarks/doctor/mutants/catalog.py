@@ -51,7 +51,6 @@ TO_COME = frozenset(
         "TARGETS_ROUNDED",
         "TARGET_IS_INPUT",
         "TEMPERATURE",
-        "TERMINALS_BOOTSTRAPPED",
         "TERM_DOMINATES",
         "TERM_GROWS_WITH_BATCH",
         "TOO_FEW_DATA",

@@ -1,4 +1,4 @@
-"""A value that is learned from the state itself is told, and one of the state that follows is not."""
+"""A value that is learned from the state itself, or counts at the ends alone, is told; one of what follows is not."""
 
 from collections.abc import Callable
 
@@ -116,3 +116,21 @@ def test_calls_that_choose_actions_are_on_no_batch_where_they_are_not_trained(
     found = answer(train, "same state")
     assert found == (expected if len(shape) == 2 else "no")
     assert answer(train, "axes") == ("unknown" if is_trained and len(shape) == 2 else "no")
+
+
+def of_ends(often: float, *, inverted: bool) -> Learner:
+    def sides(net: nn.Module, old: nn.Module, states: torch.Tensor, following: torch.Tensor) -> Sides:
+        reward, done = torch.rand(ROWS), (torch.rand(ROWS) < often).float()
+        done[:2] = torch.tensor([0.0, 1.0])
+        with torch.no_grad():
+            best = old(following).max(1)[0]
+        return net(states)[:, 0], reward + 0.97 * (done if inverted else 1 - done) * best
+
+    return sides
+
+
+@pytest.mark.parametrize(
+    ("often", "inverted", "expected"), [(0.05, True, "yes"), (0.05, False, "no"), (0.4, False, "no")]
+)
+def test_a_value_that_counts_at_the_ends_alone_is_told(often: float, inverted: bool, expected: str) -> None:
+    assert answer(lambda: learned(of_ends(often, inverted=inverted)), "ends alone") == expected

@@ -222,6 +222,33 @@ def test_farthest_negatives_are_told_where_the_nearest_ones_are_left_together(lo
     assert answer(lambda: steps(nn.Linear(6, 8), loss), "easiest") == expected
 
 
+def mined(fill: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], sign: int = 1) -> Loss:
+    """The least alike of the same class, or the nearest of the others, by what stands in the place of the rest."""
+
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        same, alike = y[:, None] == y, F.normalize(made.abs(), dim=1) @ F.normalize(made.abs(), dim=1).T
+        picked = fill(alike, same & ~SAME).argmin(1) if sign > 0 else fill(-alike, ~same).argmax(1)
+        return alike.gather(1, picked[:, None]).mean() + 0 * made.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (mined(torch.mul), "yes"),
+        (mined(lambda alike, mask: alike * mask.float()), "yes"),
+        (mined(torch.mul, -1), "yes"),
+        (mined(lambda alike, mask: -(alike * mask)), "no"),  # 0 is never among what is picked
+        (mined(lambda alike, mask: alike.masked_fill(~mask, 9)), "no"),
+        (mined(lambda alike, mask: alike * mask + 9 * ~mask), "no"),
+        (mined(lambda alike, mask: alike.masked_fill(~mask, -9), -1), "no"),
+    ],
+)
+def test_what_a_mask_made_0_is_told_where_it_is_picked(loss: Loss, expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 8), loss), "picked masked") == expected
+
+
 def supervised(same: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
     def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = F.normalize(made, dim=1)

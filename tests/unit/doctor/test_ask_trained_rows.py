@@ -66,7 +66,7 @@ BACK = "loss.backward()\n"
     [
         ("for x, y in val_loader:\n    loss = f(net(x), y)\n    " + BACK, ["val_loader"]),
         ("for x, y in loader:\n    loss = f(net(x), y)\n    " + BACK, []),
-        ("def step():\n    loss = f(out[test_mask], y[test_mask])\n    " + BACK, ["test_mask", "test_mask"]),
+        ("def step():\n    loss = f(out[test_mask], y[test_mask])\n    " + BACK, ["test_mask"]),
         ("for x in train:\n    for z in test:\n        loss = f(net(x), z)\n        " + BACK, ["train", "test"]),
     ],
 )

@@ -252,6 +252,28 @@ class Placed(nn.Module):
         return made
 
 
+class PlacedOverTime(Placed):
+    """The same for tokens whose places come first, which a layer goes through."""
+
+    def __init__(self) -> None:
+        super().__init__(along_batch=True)
+        self.rnn, self.head = nn.GRU(8, 8), nn.Linear(8, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.rnn(self.tokens(x) + self.table[: len(x)])[0])
+        return made
+
+
+def over_time() -> None:
+    net = PlacedOverTime()
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        tokens = torch.randint(0, 9, (13, 5))
+        optimizer.zero_grad()
+        F.cross_entropy(net(tokens[:-1]).view(-1, 9), tokens[1:].reshape(-1)).backward()
+        optimizer.step()
+
+
 def places(net: nn.Module) -> None:
     optimizer = torch.optim.Adam(net.parameters())
     for _ in range(4):
@@ -263,6 +285,7 @@ def places(net: nn.Module) -> None:
 def test_a_table_that_is_cut_along_the_batch_is_told() -> None:
     assert answer(lambda: places(Placed(along_batch=True)), "rows") == "yes"
     assert answer(lambda: places(Placed(along_batch=False)), "rows") == "no"
+    assert answer(over_time, "rows") != "yes"
 
 
 def test_a_table_with_an_entry_for_each_row_may_be_meant() -> None:

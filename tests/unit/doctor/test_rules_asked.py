@@ -38,6 +38,11 @@ def test_copy_never_updated_is_quiet_without_an_answer() -> None:
     both("slow copy", "COPY_NEVER_UPDATED")
 
 
+def test_field_unread_fires_on_an_option_as_a_note() -> None:
+    found = fires(asked("unread option", "yes").run(), "FIELD_UNREAD", "info")
+    assert "has an argument remove_seen" in found.message
+
+
 def test_eval_on_train_fires_and_names_what_is_held_out() -> None:
     assert "x_test" in fires(asked("trained rows", "yes").run(), "EVAL_ON_TRAIN", "warning").message
 
@@ -45,6 +50,14 @@ def test_eval_on_train_fires_and_names_what_is_held_out() -> None:
 def test_eval_on_train_is_quiet_without_an_answer() -> None:
     both("trained rows", "EVAL_ON_TRAIN")
     both("held out trained", "EVAL_ON_TRAIN")
+
+
+def test_terminals_bootstrapped_fires_and_gives_the_share() -> None:
+    assert "6%" in fires(asked("ends alone", "yes").run(), "TERMINALS_BOOTSTRAPPED", "warning").message
+
+
+def test_terminals_bootstrapped_is_quiet_without_an_answer() -> None:
+    both("ends alone", "TERMINALS_BOOTSTRAPPED")
 
 
 def test_inputs_alike_fires_and_gives_the_number() -> None:
@@ -509,6 +522,7 @@ def test_own_negative_fires_and_names_the_operation() -> None:
 def test_own_negative_is_quiet_without_an_answer() -> None:
     both("own negative", "OWN_NEGATIVE")
     both("easiest", "OWN_NEGATIVE")
+    both("picked masked", "OWN_NEGATIVE")
 
 
 def test_a_schedule_that_begins_anew_is_told() -> None:

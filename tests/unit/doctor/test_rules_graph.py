@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.records.events import Backward, Crashed, Warned
+from anybatch.records.events import Backward, Crashed, Forward, Warned
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Leaf, Paths, Stop, Term
 from anybatch.records.samples import Activations, InputSample, ModuleSample
@@ -63,6 +63,21 @@ def test_graph_cut_fires_on_a_loss_of_a_copy_from_the_first_backward_on(op: str)
     assert f"the loss is computed on a copy that {op} makes (train.py:12)" in one.message
     assert one.at == min(fact.at for fact in built.run.of(Backward))
     assert "functional_call" in one.fix
+
+
+def test_graph_cut_fires_on_a_copy_where_the_model_itself_is_only_evaluated() -> None:
+    numbers = (built := RunBuilder()).model()
+    built.optimizer(numbers)
+    names = [name for one in numbers for name in built.run.parameters[one].names[:1]]
+    for _ in range(6):
+        built.clear(0)
+        built.add(Forward(root=0, training=False, grad=False))
+        built.backward((), value=1.0)
+        built.step(0)
+    stop = dict.fromkeys(names, Stop("deepcopy", "", FILE, 12))
+    built.add(Followed(why="no gradient", paths=Paths(dict.fromkeys(names, LEAF), stop).to_dict()))
+    assert findings(built, "GRAPH_CUT")
+    assert not findings(built, "NO_GRAD_ACTIVE")
 
 
 @pytest.mark.parametrize("op", ["unused", "left out", "unknown", "requires_grad"])

@@ -21,6 +21,7 @@ from anybatch.doctor.ask import (
     functions,
     heldout,
     ideals,
+    mining,
     pairs,
     placing,
     pulling,
@@ -51,6 +52,7 @@ _COPIES = 16
 OF_A_STEP = (
     rows,
     pairs,
+    mining,
     pulling,
     placing,
     axes,

@@ -1,4 +1,4 @@
-"""Are log-probabilities weighed with sums of past rewards: of what came before an action, not of what came of it?"""
+"""Is a step credited with what came before it, or with the value of what comes behind the end of its episode?"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import Step, asks, said
+from anybatch.doctor.ask.pairs import bootstrapped
+from anybatch.doctor.ask.steps import DISTANCES, Step, asks, said
 from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
 from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import Scored
@@ -16,6 +17,7 @@ _UNIT = 1e-3  # of a discount
 _FEWEST = 8  # sums
 _HALF = 0.5  # a discount that is less sums up next to nothing
 _MOST_SUMS, _LITTLE, _OFTEN = 512, 0.01, 0.3  # how many, of their range, and of their pairs
+_FEWEST_ROWS, _MOSTLY = 16, 0.7  # of a batch, and how many of its steps end an episode in no task that has several
 _JOINING = frozenset({"cat", "stack", "hstack", "concat"})
 _TAKING = frozenset({"__getitem__", "__iter__", "unbind", "select"})
 
@@ -130,3 +132,18 @@ def _of_past(sums: torch.Tensor) -> float:
         # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
         return discount if is_one and bool((reward - sums[0]).abs() < little) else 0.0
     return discount if not is_one or bool(reward.abs() > little) else 0.0  # else they are powers of a discount
+
+
+@asks("ends alone", of_rows=False)
+def ends_alone(step: Step) -> Iterator[Probed]:
+    """Whether the discounted value of what follows counts in a few rows only, as where it counts at the ends alone."""
+    for operation in step.used(*DISTANCES):
+        for target in operation.given[:2]:
+            value, discount = bootstrapped(step, target)
+            made = set[Slot]() if value is None else step.made_of(value)
+            for product in step.used("mul") if made else ():
+                masks = [step.values[one] for one in product.given if step.made_of(one).isdisjoint(step.parameters)]
+                for mask in masks if made & set(product.outs) and len(product.given) == 2 else ():
+                    share = float((mask != 0).double().mean()) if mask.numel() >= _FEWEST_ROWS else 0.0
+                    if 0 < share < 1 - _MOSTLY and bool(((mask == 0) | (mask == mask.max())).all()):
+                        yield said(product, share=share, rows=mask.numel(), discount=discount)

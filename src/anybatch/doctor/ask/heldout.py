@@ -58,7 +58,7 @@ def trained_on(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         masks = [part.slice for one in walked(innermost) if isinstance(one, ast.Assign)
                  and losses & {ast.unparse(target) for target in one.targets}
                  for part in walked(one.value) if isinstance(part, ast.Subscript)]  # fmt: skip
-        yield from ((ast.unparse(one), one.lineno) for one in [*loops, *masks] if _is_named(one))
+        yield from dict.fromkeys((ast.unparse(one), one.lineno) for one in [*loops, *masks] if _is_named(one))
 
 
 def _holds(node: Any, line: int) -> bool:
@@ -80,15 +80,19 @@ def _is_held_out(text: str) -> bool:
 
 
 def held_out_names(tree: ast.Module) -> Iterator[str]:
-    """Names that are given a value and say that it is held out from the training.
+    """Names and keys that say that something is held out from the training.
 
     Example:
-        >>> list(held_out_names(ast.parse("x_train, x_val = x[:9], x[9:]\nval = critic(state)")))
+        >>> list(held_out_names(ast.parse("x_train, x_val = x[:9], x[9:]\\nval = critic(state)")))
         ['x_val']
+        >>> list(held_out_names(ast.parse("loaders = {one: load(one) for one in ('train', 'valid')}")))
+        ['valid']
     """
     for one in walked(tree):
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id != "val" and _NAMED.search(one.id):
-            yield one.id
+        stored = one.id if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) else ""
+        name = one.value if isinstance(one, ast.Constant) and isinstance(one.value, str) else stored
+        if name.isidentifier() and stored != "val" and _NAMED.search(name):
+            yield name
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -119,7 +119,7 @@ def _guilty(step: Step, second: Replay, order: torch.Tensor) -> tuple[Operation,
                 return operation, "a view puts entries of several rows into one"
             if operation.name in _CUTTING and given == {(0, 1)} and _is_of_one(step, operation, a):
                 return operation, "an index along the batch takes one row for all of them"
-            if _is_of_cut_table(step, operation, patterns):
+            if _is_of_cut_table(step, operation, patterns) and _stays_apart(step, operation):
                 return operation, "row i of the batch gets entry i of a table, whatever is in it"
             given -= {None, (-1, 0)}
             if any(pattern is not None and pattern[1] < 0 for pattern in given):
@@ -150,6 +150,20 @@ def _is_of_cut_table(step: Step, operation: Operation, patterns: Mapping[Slot, P
         if is_cut and patterns.get(slot) == (-1, 0) and patterns.get(other) == (0, 1):
             return not bool((side == side[:1]).all())
     return False
+
+
+def _stays_apart(step: Step, operation: Operation) -> bool:
+    """Whether nothing of the first entry of dim 0 comes to the others behind an operation, as it does along time."""
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        made = operation.func(*args, **kwargs)
+        return torch.cat([made[:1].flip(-1) + 1, made[1:]])
+
+    place = next(at for at, one in enumerate(step.operations) if one is operation)
+    shape, results = step.values[operation.outs[0]].shape[:2], step.with_other(place, changed).results
+    behind = [*zip(step.replay.results, results, strict=True)][place + 1 :]
+    pairs = [pair for both in behind for pair in zip(*both, strict=True) if pair[0].shape[:2] == shape]
+    return all(close(one[1:], other[1:]) for one, other in pairs)
 
 
 def _pattern(one: torch.Tensor, two: torch.Tensor, order: torch.Tensor, rows: int) -> Pattern | None:

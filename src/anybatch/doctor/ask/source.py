@@ -115,6 +115,39 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
                 yield name, line
 
 
+def about_options(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a function is called with an option that it does not read."""
+    for file, tree in scripts(run):
+        for function, name, line in unread_options(tree):
+            yield told("unread option", Line(file, line), name=name, function=function)
+
+
+def unread_options(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """Functions with an argument that has a plain default, is given by its name, and is read nowhere in the function.
+
+    Example:
+        >>> text = "def rank(net, seen=True):\\n  return net.scores().topk(9)\\nrank(net, seen={})"
+        >>> list(unread_options(ast.parse(text.format(True))))
+        [('rank', 'seen', 1)]
+        >>> text = "def rank(net, seen=True):\\n  return net.scores(seen)\\nrank(net, seen=False)"
+        >>> list(unread_options(ast.parse(text)))
+        []
+    """
+    every = [one for one in walked(tree) if isinstance(one, FUNCTIONS)]
+    calls = [one for one in walked(tree) if isinstance(one, ast.Call)]
+    for one in every:
+        plain = [*one.args.posonlyargs, *one.args.args]
+        pairs = [*zip(plain[len(plain) - len(one.args.defaults) :], one.args.defaults, strict=True)]
+        pairs += [(arg, value) for arg, value in zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True) if value]
+        options = {arg.arg for arg, value in pairs if isinstance(value, ast.Constant) and value.value is not None}
+        read = {part.id for part in walked(one) if isinstance(part, ast.Name)}
+        given = {word.arg for call in calls if ast.unparse(call.func).rpartition(".")[2] == one.name
+                 for word in call.keywords}  # fmt: skip
+        is_open = one.args.kwarg is not None or read & {"locals", "super"} or sum(o.name == one.name for o in every) > 1
+        for name in sorted(options & given - read) if not is_open else ():
+            yield one.name, name, one.lineno
+
+
 def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a step computes a loss, or a mean, with a graph and gives it a name that nothing reads."""
     for tape, end in ((one, one.losses[-1]) for one in kept.tapes.values()):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.views.measures import COPIES, followed, gradients, unused_names
+from anybatch.doctor.views.measures import COPIES, copied_names, followed, gradients, unused_names
 from anybatch.doctor.views.naming import (
     at_line,
     counted,
@@ -65,9 +65,13 @@ def _without_gradient(run: Run) -> frozenset[int]:
 
 @remembered
 def _roots_without_graph(run: Run) -> dict[int, Forward]:
-    """Models with parameters in an optimizer that were only called without a graph, and their first call."""
+    """Models with parameters in an optimizer that were only called without a graph, and their first call.
+
+    One whose copy takes part in the loss is called without a graph where it is evaluated.
+    """
     with_graph = {one.root for one in run.of(Forward) if one.grad and not one.inference}
-    lost = {run.parameters[number].root for number in _without_gradient(run)} - with_graph
+    left = [run.parameters[number] for number in _without_gradient(run)]
+    lost = {one.root for one in left if copied_names(run).isdisjoint(one.names)} - with_graph
     return {one.root: one for one in reversed(list(run.of(Forward))) if one.root in lost}
 
 

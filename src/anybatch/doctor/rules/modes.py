@@ -280,18 +280,19 @@ def frozen_bn_drift(run: Run, *, samples: float = Limit(2, "once may be before i
         seen = [one for one in run.of(Buffers) if one.root == root and one.frozen]
         begin = seen[0].at if seen else 0  # it may have been trained before it was frozen, as a teacher is
         late = [one.touched for one in passes(run) if one.touched is not None and one.fact.at > begin]
-        touched, every = frozenset().union(*late), frozenset().union(*own.values())
-        if ever_touched(run) & every and not touched & every:
-            seen = seen[1:]  # the first may show what moved before it was frozen
+        touched, ever = frozenset().union(*late), ever_touched(run)
         moving = [
             name
             for sample in seen
             for name in sample.frozen
             if own.get(name) and (touched | written(run)).isdisjoint(own[name]) and not _copied(run, root)
         ]
-        names = list(dict.fromkeys(moving))
-        most = max(map(moving.count, names), default=0)
-        if not names or most < min(samples, len(seen)) or not updates(run):
+        # the first sample may show what moved before it was frozen
+        times = {name: moving.count(name) - (not ever.isdisjoint(own[name])) for name in dict.fromkeys(moving)}
+        names = [name for name, count in times.items()
+                 if count >= max(1, min(samples, len(seen) - (not ever.isdisjoint(own[name]))))]  # fmt: skip
+        most = max(times.values(), default=0)
+        if not names or not updates(run):
             continue
         if all(_behind_trained(run, root, name, touched) for name in names):
             continue

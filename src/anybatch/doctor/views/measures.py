@@ -203,8 +203,14 @@ def rounded(value: float) -> float:
 @remembered
 def copied_shapes(run: Run) -> frozenset[tuple[int, ...]]:
     """The shapes of parameters of which copies take part in the loss, and get their gradient."""
-    names = {name for _, paths in followed(run) for name, stop in paths.stopped.items() if stop.op in COPIES}
+    names = copied_names(run)
     return frozenset(one.shape for one in run.parameters.values() if names.intersection(one.names))
+
+
+@remembered
+def copied_names(run: Run) -> frozenset[str]:
+    """The names of these parameters."""
+    return frozenset(name for _, paths in followed(run) for name, stop in paths.stopped.items() if stop.op in COPIES)
 
 
 @remembered
