@@ -140,10 +140,14 @@ def _is_foreign(module: str | None) -> bool:
 
 def variables_of(function: types.FunctionType) -> dict[str, Any]:
     """What a function reads outside of itself, by name: the variables around it, and globals."""
-    code, around = function.__code__, function.__globals__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found = {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
-    return found | {name: around[name] for name in names_in(code) if name in around and name not in found}
+    code, around, found = function.__code__, function.__globals__, dict[str, Any]()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):  # in each step, so without calls
+        if not is_empty(cell):
+            found[name] = cell.cell_contents
+    for name in names_in(code):
+        if name in around:
+            found.setdefault(name, around[name])
+    return found
 
 
 def is_empty(cell: types.CellType) -> bool:
