@@ -15,7 +15,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
     "own negative": {"op": "min"},
     "picked masked": {"op": "argmin", "share": 0.9, "fill": "inf"},
-    "apart": {"share": 0.7, "masks": 90},
+    "apart": {"share": 0.7, "masks": 90, "by": "turned"},
     "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
     "one place": {"row": 12, "table": 200, "places": 12},
     "easiest": {"op": "topk", "inactive": 1.0, "left": 0.1},

@@ -332,8 +332,7 @@ class Rig:
             self.task, splittable=turns.collated(splittable),
             settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
         )  # fmt: skip
-        in_pieces = not self.stand_ins.draws  # a second pass would draw others
-        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=in_pieces)
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=self.stand_ins.repeats)
         if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
             self.task.loss_fn.carried = None
         for parameter in self.parameters:

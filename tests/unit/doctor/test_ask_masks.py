@@ -1,5 +1,6 @@
 """Masks that were turned apart from their pictures are told, and those that lie on them or say nothing are not."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -126,13 +127,36 @@ def train(make: Make) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("make", [turned, exchanged, flipped, faint_and_turned, cells_exchanged])
+def slid(*, both: bool = False) -> Pair:
+    """A patch of any size, and its mask shifted by a draw of its own, or both by the same."""
+    mask = torch.zeros(24, 24)
+    y, x, height, width = (int(torch.randint(low, high, ())) for low, high in ((4, 12), (4, 12), (2, 9), (2, 9)))
+    mask[y : y + height, x : x + width] = 1
+    picture = 0.2 * torch.randn(2, 24, 24) + mask
+    by = torch.randint(-6, 7, (2,)).tolist()
+    return (picture.roll(by, (1, 2)) if both else picture), mask.roll(by, (0, 1))
+
+
+@pytest.mark.parametrize("make", [turned, slid, exchanged, flipped, faint_and_turned, cells_exchanged])
 def test_masks_that_are_turned_apart_are_told(make: Make) -> None:
     assert answer(lambda: train(make), "apart") == "yes"
 
 
 @pytest.mark.parametrize(
-    "make", [aligned, faint, both, centred, lit, rough, moved, cells, cells_elsewhere, cells_below_a_lamp]
+    "make",
+    [
+        functools.partial(slid, both=True),
+        aligned,
+        faint,
+        both,
+        centred,
+        lit,
+        rough,
+        moved,
+        cells,
+        cells_elsewhere,
+        cells_below_a_lamp,
+    ],
 )
 def test_masks_that_lie_on_their_pictures_or_say_nothing_are_not(make: Make) -> None:
     assert answer(lambda: train(make), "apart") in ("no", "unknown")

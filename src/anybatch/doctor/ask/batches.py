@@ -20,7 +20,10 @@ _LEAST_GRID = 4
 _ERRORS, _SOMETHING = 6.0, 0.1  # standard errors of what one way explains more, and of the variance it has to explain
 _CLEAR = 0.1  # of the variance of a channel that a mask explains where it lies on what it shows
 _MOST_CLEAR = 0.5  # of the pictures: fewer explain more than the pictures of other masks by accident
-_BETTER = 2.0  # times as much is explained where it is turned
+_BETTER = 2.0  # times as much is explained where it is turned, or shifted
+_MUCH, _MOSTLY = 0.15, 0.5  # of the variance of a channel, where a mask is shifted, and of all masks
+_SMALL, _FEW_KINDS, _ENOUGH_MASKS = 48, 4, 80  # a side of what is shifted, classes, and pictures
+_SURELY = 4.0  # standard errors of what the mask of another picture explains less
 _SHARE = 0.2  # of the clear pictures, as of those that are turned by one of four, and not only flipped at a time
 _SAMPLES = 13  # that a collate function is given
 _LEAST_BATCHES = 3
@@ -237,12 +240,19 @@ def apart(kept: Kept, root: int) -> Probed:
         raise Unknown("few masks of pictures were kept")
     shares, others, best = torch.stack(own), torch.stack(other), torch.stack(own).max(1).values
     if (share := _all_alike(shares, others)) > 0:
-        return told("apart", root=root, answer="yes", share=share, masks=len(own))
+        return told("apart", root=root, answer="yes", share=share, masks=len(own), by="turned")
+    some = pairs[:_ENOUGH_MASKS]
+    here, there, by = torch.stack([_shifted(*pair) for pair in some]).unbind(1)
+    gained = there - torch.stack([_shifted(some[at - 1][0], mask)[1] for at, (_, mask) in enumerate(some)])
+    alike = float((by == by.mode().values).double().mean())  # as of where a thing will be a moment later
+    share = float(((there > _MUCH) & (_BETTER * here < there)).double().mean())
+    if share > _MOSTLY > alike and float(gained.mean()) > _SURELY * float(gained.std()) / len(some) ** 0.5:
+        return told("apart", root=root, answer="yes", share=share, masks=len(some), by="shifted")
     clear = best > max(_CLEAR, float(others.max(1).values.quantile(0.9)))
     if clear.double().mean() < _MOST_CLEAR:
         raise Unknown("masks explain little of the colours of their pictures")
     share = float((_BETTER * shares[:, 0] < best)[clear].double().mean())
-    seen: dict[str, Any] = {"share": share, "masks": int(clear.sum())}
+    seen: dict[str, Any] = {"share": share, "masks": int(clear.sum()), "by": "turned"}
     return told("apart", root=root, answer="yes" if share > _SHARE else "no", **seen)
 
 
@@ -293,6 +303,25 @@ def _explained(picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         sums = away.new_zeros(len(away), int(classes.max()) + 1).index_add_(1, classes, away)
         found.append((sums.pow(2) / classes.bincount()).sum(1).div(total).max())
     return torch.stack(found)
+
+
+def _shifted(picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The share of the variance of a channel that a class of a mask explains where it is, and shifted by what is best.
+
+    And the number of that shift. By a third of each side at most; what leaves the picture comes in at the other side.
+    """
+    classes = torch.stack([mask == one for one in mask.unique()[:_FEW_KINDS]]).double()
+    small = min(mask.shape[0], _SMALL), min(mask.shape[1], _SMALL)  # which is enough to find it
+    picture, classes = (torch.nn.functional.adaptive_avg_pool2d(one, small) for one in (picture, classes))
+    away, marks = (one - one.mean((1, 2), keepdim=True) for one in (picture, classes))
+    both = torch.fft.irfft2(
+        torch.fft.rfft2(away[:, None]) * torch.fft.rfft2(marks).conj(), s=small
+    )  # of a channel and a class, for each shift
+    sizes = away.square().sum((1, 2))[:, None] * marks.square().sum((1, 2))
+    shares = (both.square() / sizes.clamp_min(1e-12)[..., None, None]).amax((0, 1))
+    near = [torch.arange(-(side // 3), side // 3 + 1) for side in small]
+    there = shares[near[0]][:, near[1]]
+    return torch.stack([shares[0, 0], there.max(), there.argmax().double()])
 
 
 def about_given(kept: Kept, run: Run) -> Iterator[Probed]:
