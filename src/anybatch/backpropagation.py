@@ -199,8 +199,7 @@ class Gradient(Engine):
                 with retries as parts:
                     kept, replay = self._proofs.look(task, parts, parameters, self._optimizations, before.snapshot)
                     outcome = self._attempt(kept, parts, parameters, progress, before)
-                    if replay is not None:
-                        self._proofs.conclude(task, replay, outcome.sums)
+                    self._proofs.conclude(task, replay, outcome.sums)
             before.commit_()
         result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
         result.proof, result.layout = self._proofs.latest, splittable.outline()

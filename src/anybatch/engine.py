@@ -136,6 +136,8 @@ class Engine:
         found = self._options.splittable(
             batch, may_be_empty=self._settings.reducer.is_shared, is_planned=self._follower is not None
         )
+        if self._follower is not None and self._follower.obstacle is not None:
+            found.keep_whole(self._follower.obstacle)
         found.most = None if self._placements is None else self._placements.most(found)
         return found
 

@@ -222,11 +222,13 @@ class TrainStep(Engine):
         """
         self._intercept(batch)
         self._claim()
-        before = self.updates
+        before, refusal = self.updates, None
         try:
             try:
                 result = self._train(batch)
-            except NotSplittable as refusal:
+            except NotSplittable as error:
+                refusal = error
+            if refusal is not None:  # not within the handler, as the cause of what the whole batch raises
                 result = self._run_whole(refusal, lambda: self._train(batch))
             if result.skipped:
                 self.skipped += 1
@@ -296,8 +298,7 @@ class TrainStep(Engine):
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(kept, parts, parameters, progress)
-            if replay is not None:
-                self._proofs.conclude(task, replay, sums)
+            self._proofs.conclude(task, replay, sums)
             grad_norm = None
             if not skipped:
                 if watch is not NOBODY:

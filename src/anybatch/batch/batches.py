@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -248,6 +248,17 @@ class Splittable:
         found.layouts, found.obstacle = [Layout(len(samples), root, layout.devices)], None
         found.batches = list(split(found.layouts[0], [len(samples)]))
         return found
+
+    def keep_whole(self, obstacle: BatchError) -> None:
+        """Has each batch run whole, as one that can't be cut; raw samples stay as they are."""
+        if self.collate is None:
+            self.layouts = [
+                replace(one, rows=1, root=Constant(batch, "batch"), obstacle=obstacle, at_most=rows, is_counted=True)
+                if one.obstacle is None and (rows := one.rows) else one
+                for one, batch in zip(self.layouts, self.batches, strict=True)
+            ]  # fmt: skip
+            self._rows = [one.rows for one in self.layouts]
+            self.rows, self.largest, self.obstacle = sum(self._rows), 1.0, obstacle
 
     def collated_from_copies(self) -> "Splittable":
         """The same logical batch, of whose raw samples ``collate`` gets copies, which it may write to.

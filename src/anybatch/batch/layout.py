@@ -156,7 +156,7 @@ def lay_out(
         found = surveyor.survey(batch)
     except BatchError as error:
         surveyor.check_names(batch)
-        if not may_be_whole:
+        if not may_be_whole or isinstance(batch, torch.utils.data.DataLoader):
             raise
         whole = Constant(batch, "batch")
         return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)

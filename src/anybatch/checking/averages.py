@@ -399,7 +399,7 @@ class Averages:
             shown = ", ".join(f"{weight:.4g}" for weight in weights[0])
             evidence = {"weights": weights, "tried": len(self._candidates)}
             return reason("unknown count", where, evidence, shown=shown), None
-        return self._several_means(pieces, where) or self._does_not_add_up(pieces, where), None
+        return self._several_means(pieces, where, name) or self._does_not_add_up(pieces, where), None
 
     def overlooked(self) -> list[Part] | None:
         """A split that tells the count of the task from another one, where the splits so far happen not to."""
@@ -439,9 +439,17 @@ class Averages:
     def _measured(self, parts: Sequence[Part], name: str) -> Columns:
         return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._sizes)
 
-    def _fitting(self, pieces: Pieces, name: str) -> list[Candidate]:
-        """The candidates by which the parts make up the whole; further splits tell those apart that differ."""
-        fitting = self._of_shares(pieces, self._candidates)
+    def _fitting(self, pieces: Pieces, name: str, entries: torch.Tensor | None = None) -> list[Candidate]:
+        """The candidates by which the parts make up the whole; further splits tell those apart that differ.
+
+        Args:
+            entries: those of the gradient that count, without the value of the loss; ``None`` for all.
+        """
+
+        def those(among: Sequence[Candidate]) -> list[Candidate]:
+            return self._of_shares(pieces if entries is None else pieces.narrowed(entries), among)
+
+        fitting = those(self._candidates)
         rows = self._splittable.rows
         if len(fitting) < 2 or rows > _MOST_SAMPLES:
             return fitting
@@ -453,7 +461,7 @@ class Averages:
             self._splits.append(parts_of_sizes([cut, rows - cut]))
             self._batches.append(list(self._splittable.materialise(self._splits[-1])))
             pieces.splits.append(self._measured(self._splits[-1], name))
-            fitting = self._of_shares(pieces, fitting)
+            fitting = those(fitting)
         return fitting
 
     def _of_shares(self, pieces: Pieces, among: Sequence[Candidate]) -> list[Candidate]:
@@ -509,7 +517,7 @@ class Averages:
             return _holds_shared_term(where, *shared)
         return self._does_not_add_up(pieces, where)
 
-    def _several_means(self, pieces: Pieces, where: str) -> Reason | None:
+    def _several_means(self, pieces: Pieces, where: str, name: str) -> Reason | None:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
         if isinstance(self._rig.task.loss_fn, Coupled):
             return None
@@ -522,10 +530,10 @@ class Averages:
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
         found: dict[str, tuple[str, str, str]] = {}
         for owner, own in owners.items():
-            one = pieces.narrowed(torch.isin(places, torch.tensor(own, device="cpu")))
+            one = pieces.narrowed(entries := torch.isin(places, torch.tensor(own, device="cpu")))
             if not norm_of(one.whole.gradients):
                 continue
-            if fitting := self._of_shares(one, self._candidates):
+            if fitting := self._fitting(pieces, name, entries):
                 number = f"{self._number(fitting[0]):g} {fitting[0].items}"
                 found.setdefault(fitting[0].code, (owner, number, fitting[0].code))
             elif one.is_mean_of_reached():

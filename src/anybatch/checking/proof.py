@@ -568,9 +568,11 @@ def refusal(
         f"give another one as {sizes} than whole ({how_far(proof.error, proof.apart)})."
     )
     if proof.chunks:
+        # Truncated, only the losses are compared.
+        what, error = ("gradient", proof.error) if proof.error else ("loss", reason.evidence["loss_error"])
         found = (
-            f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
-            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(proof.error)})."
+            f"in chunks of {proof.chunks[0]} steps the {what} of {model} is not that of all steps: in chunks of "
+            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({how_far(error)})."
         )
     if reason.evidence.get("order"):
         found = found.replace("than whole", "than in another order")

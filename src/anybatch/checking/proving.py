@@ -84,6 +84,7 @@ class Proofs:
         self._operations: set[int] = set()  # of the losses so far
         self._apart = 0  # the micro-batch that is to be compared with the first one; 0 for none
         self._told: set[str] = set()  # so that a proof made again does not repeat it
+        self._is_open = False  # whether to say of the last proof that it shows nothing
 
     def look(
         self,
@@ -291,11 +292,7 @@ class Proofs:
             if two is not None:
                 self._conclude(*two, task)
         self.latest = self._kept(own, proof)
-        if proof.outcome == "undecided" and self._is_news(proof.note):
-            logger.warning(
-                "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
-                "without a budget, and says whether the gradient is the whole batch's", self.latest,
-            )  # fmt: skip
+        self._is_open = proof.outcome == "undecided" and self._is_news(proof.note)
         if not Replay.can_be(split, proof):
             own.unseen = even(task.splittable)
             self._watch(own, task, begins=True)
@@ -310,15 +307,24 @@ class Proofs:
             return replay.task, replay
         return task, None
 
-    def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
-        """Looks at the loss of all micro-batches that have run.
+    def conclude(self, task: Task, replay: "Replay | None", sums: Sums) -> None:
+        """Looks at the loss of all micro-batches that have run, and says what is not proved.
 
         Args:
+            replay: what ``look`` has returned.
             sums: what they gave.
 
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
+        if self._is_open:  # not before they ran: an error of the loss in them says why some samples can't be run
+            self._is_open = False
+            logger.warning(
+                "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
+                "without a budget, and says whether the gradient is the whole batch's", str(self.latest).rstrip("."),
+            )  # fmt: skip
+        if replay is None:
+            return
         own, found = self._last, replay.found(values_of(sums))
         own.unseen = replay.unseen
         if found is not None:

@@ -362,8 +362,8 @@ class Rig:
             self.task, splittable=turns.collated(splittable),
             settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
         )  # fmt: skip
-        draws = self.stand_ins is not None and bool(self.stand_ins.draws)  # a second pass would draw others
-        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=not draws)
+        own = self.stand_ins
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=own is None or own.repeats)
         if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
             self.task.loss_fn.carried = None
         for parameter in self.parameters:
@@ -372,7 +372,7 @@ class Rig:
         self._random.restore()  # from which the seed of masks is drawn
         if splittable.collate is not None:  # which may have generators of its own
             self.effects.restore()
-        with self.stand_ins or contextlib.nullcontext():
+        with own or contextlib.nullcontext():
             weights, sums = run_pass(task, parts, self.parameters, Progress())
         gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}

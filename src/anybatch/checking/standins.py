@@ -148,6 +148,11 @@ class StandIns(Mode):
         self.drawn: list[list[Drawn]] | None = None
         self._wider, self._where = wider, where
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a second pass draws the same numbers: there are none, or all of them are one."""
+        return not self.draws or (self.held.constant and self.held.alike)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_seeded, is_recurrent = _kind_of(func)

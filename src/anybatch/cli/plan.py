@@ -186,6 +186,12 @@ def _notes(ending: Ending) -> list[str]:
         notes.append(f"The script sets micro_batch_size={size:g}; the plan has its own.")
     if not ending.facts["updates"]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
+    if lines := ending.facts.get("other_backwards"):
+        notes.append(
+            f"The figures are of the loss that goes back at {ending.facts['found']} alone. The loop calls backward() "
+            f"for other losses, too (lines {', '.join(map(str, lines))}); where they are of the same update, have one "
+            'loss function return them in a mapping, as in: return {"first": first, "second": second}'
+        )
     if ending.facts.get("refusal"):
         notes.append(
             "This is a plan of the whole batch: micro-batches are refused, for the reason that is given below."

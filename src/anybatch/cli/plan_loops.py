@@ -271,7 +271,8 @@ class FoundStep:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         at = f"{self._step.source.path}:{self._step.back.lineno}"
-        return facts | changed | {"trouble": self._trouble, "found": at, "batch": self._step.batch_text}
+        found = {"found": at, "batch": self._step.batch_text, "other_backwards": self._step.other_backwards}
+        return facts | changed | found | {"trouble": self._trouble}
 
 
 def _generators(names: Mapping[str, Any]) -> list[str]:

@@ -48,6 +48,12 @@ class LoopStep:
         return self.source.loops_around(self.back)
 
     @property
+    def other_backwards(self) -> list[int]:
+        """The lines of the loop that call ``backward`` for other losses."""
+        found = [] if not self.loops else self.source.calls(self.loops[0], "backward")
+        return [one.lineno for one in found if self.source.around(one) is not self.back]
+
+    @property
     def model(self) -> torch.nn.Module:
         """The model for anybatch: the trained module, or a ``ModuleList`` of several."""
         found = list(self.modules.values())
@@ -368,16 +374,29 @@ def _find_batch(step: LoopStep) -> None:
 def _made_of_all(step: LoopStep, given: Mapping[str, Any], inside: Set[str]) -> set[str]:
     """The samples from outside of the loop, where all that is new in it is computed from them, row by row.
 
-    Such is ``t = teacher(X)`` before a forward that reads ``X``, too.
+    Such is ``t = teacher(X)`` before a forward that reads ``X``, too. A table of as many rows, such as one of classes,
+    is neither what all that is new is computed from nor given to a model.
     """
-    rows, needed = rows_of(step.logical_batch) if step.batch else 0, set(step.batch)
-    for statement in reversed(_before(step.source, step.back)):
-        needed |= read([statement]) if stored([statement]) & needed else set()
+    rows = rows_of(step.logical_batch) if step.batch else 0
+    sources = [_sources(step, name) for name in step.batch]
+    needed = set().union(*sources)
     if not rows or _targets(step) & needed:
         return set()
     whole = {name for name, value in given.items() if name not in inside and holds_samples(value)}
     whole = {name for name in whole if rows_of(given[name]) == rows}
-    return whole if whole & needed else set()
+    calls = nodes_in([*step.forward, step.loss], ast.Call)
+    own = [one for one in calls if any(text in step.modules for text in _named(step.source, [one.func]))]
+    modelled = {root_of(argument) for one in own for argument in one.args}
+    is_source = all(one & whole for one in sources) or bool(needed & whole and modelled & whole)
+    return whole if is_source else set()
+
+
+def _sources(step: LoopStep, name: str) -> set[str]:
+    """A name and those that it is computed from before the backward."""
+    needed = {name}
+    for statement in reversed(_before(step.source, step.back)):
+        needed |= read([statement]) if stored([statement]) & needed else set()
+    return needed
 
 
 def _targets(step: LoopStep) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, release_cache, reserving_at_most
 from anybatch.batch.batches import Splittable
-from anybatch.errors import DoesNotFit, NotSplittable
+from anybatch.errors import BatchError, DoesNotFit, NotSplittable
 from anybatch.interception import unobserved
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces
@@ -26,6 +26,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
+from anybatch.update.passes import is_of_split
 from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Follower(OwnSizeLimit):
         self._pool = HostPool()
         self.has_split = False  # whether a batch went through in micro-batches, so that a refusal comes too late for it
         self.refusal: NotSplittable | None = None  # of a split, because of which the batch is to run again, whole
+        self.obstacle: BatchError | None = None  # why parts of a batch can't run, so that none is cut
         # Batches of many short samples and of few long ones may come in turn, and phases that train other parameters.
         self._made: list[tuple[Plan, frozenset[int]]] = []
         self.plan = plan  # in force; ``None`` before the first batch
@@ -246,15 +248,16 @@ class Follower(OwnSizeLimit):
 
     def keep_whole(self, refusal: NotSplittable) -> None:
         """Has batches run whole from now on, if they may, since they can't be split."""
-        subject = self._subject
-        if self._memory is None or subject is None or self.has_split:
-            return
-        if subject.is_coupled or subject.devices is not None or subject.settings.reducer.is_shared:
-            return
-        if isinstance(subject.loss_fn, InPieces):  # which has a way of its own to split what does not add up
+        if self._subject is None or not self._may_run_whole(self._subject):
             return
         self._is_whole = True
         self.refusal, self.plan, self._first, self._planner, self._made = refusal, None, None, None, []
+
+    def _may_run_whole(self, subject: Subject) -> bool:
+        if self._memory is None or self.has_split or subject.is_coupled or subject.devices is not None:
+            return False
+        # Pieces have a way of their own to split what does not add up.
+        return not (subject.settings.reducer.is_shared or isinstance(subject.loss_fn, InPieces))
 
     def _make(self, subject: Subject, beside: int = 0) -> None:
         budget, planner = self._budget_of(subject), self._planner_of(subject)
@@ -264,9 +267,20 @@ class Follower(OwnSizeLimit):
             refusal, self.refusal = self.refusal, None
             if refusal is None:
                 raise
-            self._is_whole = False  # a next batch may fit
+            self._is_whole, self.obstacle = False, None  # a next batch may fit
             refusal.add_note(f"The whole batch does not fit: {error}")
             raise refusal from None
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.refusal is not None:  # the whole batch does not run either
+                self.refusal, self.obstacle, self._is_whole = None, None, False
+            elif is_of_split(error, subject.splittable) and subject.splits and self._may_run_whole(subject):
+                self.obstacle = BatchError(
+                    f"{type(subject.model).__name__} can't run some samples of this batch alone, as it is cut "
+                    f"({type(error).__name__}: {error}); anybatch.check(model, loss_fn, batch) tries which leaf is not "
+                    "to be cut (broadcast=, layout=)"
+                )
+                raise NotSplittable(str(self.obstacle)) from error
+            raise
         self.refusal = None
         if is_accelerator(subject.settings.device):
             release_cache()  # what the planner measured left blocks of other sizes

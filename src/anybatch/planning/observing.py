@@ -213,7 +213,7 @@ class Observing(OwnSizeLimit):
         """Nothing but the size of micro-batches changes."""
         return contextlib.nullcontext()
 
-    refusal = None
+    refusal = obstacle = None
     """No batch runs whole instead: each rank has a part of it anyway."""
 
     def keep_whole(self, refusal: Exception) -> None:

@@ -105,10 +105,18 @@ class Boundary:
             progress.text = "unscaling"
             for optimizer in self._optimizers:
                 scaler.unscale_(optimizer)
+            self._unscale_others(scaler)
         if self._clip_norm is None:
             return None
         progress.text = "clipping"
         return clip_(self._clipped, self._clip_norm)
+
+    def _unscale_others(self, scaler: Any) -> None:
+        """Unscales the gradients of what no optimizer has, such as those of ``inputs``; nothing waits for a device."""
+        held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        for parameter in self._parameters:
+            if id(parameter) not in held and parameter.grad is not None:
+                parameter.grad /= scaler.scale(torch.ones((), device=parameter.grad.device))
 
     def skip_if_infinite(self, progress: Progress) -> str:
         """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.

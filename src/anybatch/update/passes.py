@@ -287,7 +287,8 @@ def run_pass(
             try:
                 accumulation.collect(chain(each, _padding(task, parts)) if reducer.keeps_step else each)
             except (RuntimeError, ValueError, IndexError) as error:
-                _note_the_split(error, task, parts, progress)
+                if len(parts) > 1:
+                    note_the_split(error, task.splittable, progress())
                 raise
             sums = accumulation.close()
     if task.splittable.obstacle is not None:
@@ -295,16 +296,23 @@ def run_pass(
     return weights, sums
 
 
-def _note_the_split(error: Exception, task: Task, parts: Sequence[Part], progress: Progress) -> None:
+def is_of_split(error: Exception, splittable: Splittable) -> bool:
+    """Whether an error may come of a batch that was cut."""
+    is_cut = splittable.rows > 1 and splittable.obstacle is None
+    return is_cut and not isinstance(error, AnyBatchError) and not is_out_of_memory(error)
+
+
+def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
     """Notes on an error of the user's code that it was not given the whole batch, which may be why."""
-    if len(parts) < 2 or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+    if not is_of_split(error, splittable):
         return
-    cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in task.splittable.outline().leaves if leaf.dim is not None)
+    cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in splittable.outline().leaves if leaf.dim is not None)
     which = f" ({cut})" if cut else ""
     error.add_note(
-        f"this came of {progress()}: the {task.splittable.rows} samples of the batch{which} were cut. If it does not "
-        "come of the whole batch, without micro_batch_size: pass broadcast= or layout= for a leaf that does not have "
-        "its samples in dimension 0, and let the model take any number of samples"
+        f"this came of {what}: the {splittable.rows} samples of the batch{which} were cut. If it does not come of the "
+        "whole batch, without micro_batch_size and memory: pass broadcast= or layout= for a leaf that does not have "
+        "its samples in dimension 0, and let the model take any number of samples; anybatch.check(model, loss_fn, "
+        "batch) tries each leaf"
     )
 
 

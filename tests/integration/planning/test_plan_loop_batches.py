@@ -74,6 +74,20 @@ def test_what_is_computed_from_all_samples_before_the_forward_is_cut_with_them()
     exec(compile(after, "after.py", "exec"), {"__name__": "after"})
 
 
+def test_a_table_of_as_many_rows_that_the_loop_draws_from_is_no_part_of_the_batch() -> None:
+    step = found("""
+table = torch.randn(256, 4).double()
+for i in range(3):
+    c = torch.randint(256, (256,))
+    x = torch.randn(256, 8).double() + table[c].sum(1, keepdim=True)
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x) @ table.T, c)
+    loss.backward()
+    optimizer.step()
+""")
+    assert step._step.batch_text == "(c, x)"
+
+
 def test_what_is_taken_of_a_loader_is_not_joined_by_a_table_of_as_many_rows() -> None:
     step = found("""
 table = torch.zeros(256, 4).double()

@@ -181,6 +181,24 @@ def test_a_split_that_was_not_proved_is_said_to_be_so() -> None:
     assert f"gradient is not proved: {unproved}" in _notes(Ending("planned", facts))[0]
 
 
+def test_other_losses_of_the_loop_are_said_not_to_be_in_the_figures() -> None:
+    loop = """
+for x, y in loader:
+    optimizer.zero_grad()
+    first = (model(x) - y).square().mean()
+    first.backward()
+    second = model(x).abs().mean()
+    second.backward()
+    optimizer.step()
+"""
+    answer = found(loop).with_change({}, {"memory": None})
+    lines = (HEAD + loop).splitlines()
+    assert answer["other_backwards"] == [lines.index("    second.backward()") + 1]
+    note = _notes(Ending("planned", {"micro_batch_size": None, "updates": True, **answer}))[0]
+    assert "alone. The loop calls backward() for other losses, too (lines" in note
+    assert found(epochs()).with_change({}, {"memory": None})["other_backwards"] == []
+
+
 @pytest.mark.usefixtures("constant_times")
 def test_a_loop_whose_split_was_not_proved_gets_the_plan_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_proved", lambda *given: ("", "why"))

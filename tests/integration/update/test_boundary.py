@@ -155,14 +155,20 @@ def test_what_no_optimizer_has_does_not_count_in_the_norm(number: int, with_scal
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_inputs_that_are_given_count_in_the_norm() -> None:
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_inputs_that_are_given_count_in_the_norm(with_scaler: bool) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.0)
     data, given = torch.tensor([[3.0, 4.0]]), [model.weight, model.bias]
-    norms = [
-        anybatch.TrainStep(model, mean_loss, optimizer, clip_norm=float("inf"), inputs=inputs)(data).grad_norm
-        for inputs in (None, given)
-    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if with_scaler else None
+    norms = []
+    for inputs in (None, given):
+        step = anybatch.TrainStep(
+            model, mean_loss, optimizer, clip_norm=float("inf"), inputs=inputs, scaler=scaler
+        )  # fmt: skip
+        norms.append(step(data).grad_norm)
+        assert model.bias.grad is not None
+        assert model.bias.grad.item() == 1.0  # readable, and unscaled, also where no optimizer has it
     assert norms == [5.0, pytest.approx(26**0.5)]
 
 

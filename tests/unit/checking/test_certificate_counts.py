@@ -185,6 +185,22 @@ def test_only_the_loss_with_the_wrong_count_is_named_among_several() -> None:
     assert_exact(model, heads, batch, count=count_of(remedy))
 
 
+def test_a_split_that_separates_two_counts_decides_in_a_sum_of_means() -> None:
+    """As many labels are not 0 as values are there, in the first splits, but not sample by sample."""
+    nan = float("nan")
+    values = torch.tensor([[nan], [1.0], [2.0], [3.0], [4.0], [nan], [nan], [5.0]])
+    batch = {"x": X[:, 0], "y": torch.tensor([1, 0, 2, 1, 0, 2, 1, 0]), "value": values}
+    model = nn.ModuleDict({"trunk": nn.Linear(5, 6), "class": nn.Linear(6, 3), "value": nn.Linear(6, 1)})
+
+    def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+        features, known = model["trunk"](batch["x"]), ~batch["value"].isnan()
+        found: torch.Tensor = F.cross_entropy(model["class"](features), batch["y"])
+        return found + F.mse_loss(model["value"](features)[known], batch["value"][known])
+
+    reason = check(model, loss_fn, batch).reasons[0]
+    assert "(~batch['value'].isnan()).sum()" in reason.remedies[0], reason
+
+
 def test_a_split_that_separates_two_counts_decides_between_them() -> None:
     """Both count 3, 8 and 16 items at the cuts of the first splits, but not sample by sample."""
     labels, mask = torch.full((8, 3), -100), torch.zeros(8, 3)

@@ -135,6 +135,10 @@ def temperature(model: Any, batch: Any) -> torch.Tensor:
     return torch.full((rows_of(batch), 1, 1), 2.0, dtype=torch.float64)
 
 
+def drawn(model: Any, batch: Any) -> torch.Tensor:
+    return torch.randn(1, rows_of(batch), 4, dtype=torch.float64)
+
+
 def no_state(model: Any, batch: Any) -> Any:
     return ()
 
@@ -196,6 +200,8 @@ LEGAL: dict[str, Callable[[], tuple[anybatch.OverTime, dict[str, Any]]]] = {
     ),
     "prepared": lambda: (over(plain, prepare=normalised_before), {}),
     "random numbers": lambda: (over(noisy), {}),
+    "a start that is drawn": lambda: (over(plain, drawn), {}),
+    "random numbers from a start that is drawn": lambda: (over(noisy, drawn), {}),
     "two steps at a time": lambda: (over(in_pairs), {}),
     "a loss on the last state": lambda: (over(only_the_end, last=last), {}),
     "carried": lambda: (over(plain, carry=True), {}),
@@ -259,8 +265,11 @@ def test_a_state_that_tells_a_chunk_nothing_is_stopped_whoever_gave_the_chunks(
     name: str, size: int | None, mode: Any
 ) -> None:
     chunk_loss, cause = WITHOUT_STATE[name]
-    with pytest.raises(anybatch.NotSplittable, match=f"does not depend on the state(.|\n)*{cause}"):
+    with pytest.raises(anybatch.NotSplittable, match=f"does not depend on the state(.|\n)*{cause}") as refused:
         ran(over(chunk_loss, mode=mode), batch_of(), size)
+    compared = "loss" if mode == "truncated" else "gradient"
+    assert f"the {compared} of Tagger is not that of all steps" in str(refused.value)
+    assert "(0 off)" not in str(refused.value)
 
 
 def test_a_state_that_is_not_read_is_told_where_the_proof_only_warns() -> None:
@@ -277,9 +286,15 @@ def test_what_depends_on_chunks_that_are_chosen_for_it_is_stopped(made: Callable
 
 
 @pytest.mark.parametrize("size", [None, 4, 1])
-def test_a_gradient_that_ends_at_a_chunk_is_stopped_whoever_gave_the_chunks(size: int | None) -> None:
+@pytest.mark.parametrize("state", [zeros, drawn])
+def test_a_gradient_that_ends_at_a_chunk_is_stopped_whoever_gave_the_chunks(size: int | None, state: Any) -> None:
     with pytest.raises(anybatch.NotSplittable, match=r"return loss, state  # and not state.detach"):
-        ran(with_detached_state(4), batch_of(), size)
+        ran(over(detached, state), batch_of(), size)
+
+
+def test_a_drawn_start_that_no_chunk_reads_is_told() -> None:
+    with pytest.raises(anybatch.NotSplittable, match="does not read the state"):
+        ran(over(forgetful, drawn), batch_of(), 4)
 
 
 @pytest.mark.parametrize("size", [None, 4])

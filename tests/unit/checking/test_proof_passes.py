@@ -517,6 +517,17 @@ def test_what_could_not_be_compared_is_said_once(caplog: pytest.LogCaptureFixtur
     assert "anybatch.check" in said[0]
 
 
+def test_an_error_of_the_loss_comes_without_a_word_on_the_proof(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+
+    def misspelt(model: Any, batch: Any) -> torch.Tensor:
+        return mean(model, {**batch, "y": batch["label"]})
+
+    with pytest.raises(KeyError, match="label"):
+        anybatch.backward(model, misspelt, rows(), micro_batch_size=4)
+    assert not caplog.records
+
+
 def test_what_a_proof_turns_off_drops_again_afterwards() -> None:
     """Also in a model that holds so much that not all of it is put back by looking at what has changed."""
 

@@ -135,3 +135,68 @@ def test_a_refusal_after_a_batch_that_was_split_stops_the_training() -> None:
         with pytest.raises(anybatch.NotSplittable):
             step(BATCH | {"late": torch.ones(128)})
     assert step.updates == 1
+
+
+class Neighbours(nn.Module):
+    """Adds up what the neighbours of each sample give, all of which it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, neighbours: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head((neighbours @ self.features(x)).relu())
+        return found
+
+
+def graph(rows: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    neighbours = torch.rand(rows, rows, generator=generator, dtype=torch.float64) > 0.7
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (rows,), generator=generator)
+    return {"x": x, "neighbours": neighbours.double(), "y": y, "known": torch.arange(rows) % 3 > 0}
+
+
+def over_known(model: Any, batch: Any) -> torch.Tensor:
+    known = batch["known"]
+    return F.cross_entropy(model(batch["x"], batch["neighbours"])[known], batch["y"][known])
+
+
+def test_a_batch_of_which_no_part_can_run_runs_whole_where_that_fits() -> None:
+    torch.manual_seed(0)
+    model, batch = Neighbours(), graph()
+    other = copy.deepcopy(model)
+    step = anybatch.TrainStep(model, over_known, torch.optim.SGD(model.parameters(), lr=0.0), memory="1MiB")
+    told = r"runs whole, which the budget allows, since Neighbours can't run some samples(.|\n)*anybatch\.check"
+    with pytest.warns(anybatch.AnyBatchWarning, match=told):
+        out = step(batch)
+    over_known(other, batch).backward()
+    assert (out.micro_batches, out.count, step.updates) == (1, 12, 1)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+    window = next(anybatch.windows([batch, graph(9)], batches=2))
+    over_both = step(window)  # each of its batches whole
+    assert (over_both.micro_batches, over_both.count) == (2, 21)
+    assert step.evaluate(batch).loss == pytest.approx(over_known(other, batch).item())
+
+
+def test_a_batch_of_which_no_part_can_run_is_refused_where_the_whole_does_not_fit() -> None:
+    model = Neighbours()
+    step = anybatch.TrainStep(model, over_known, torch.optim.SGD(model.parameters(), lr=0.1), memory=4000)
+    for _ in range(2):
+        with pytest.raises(anybatch.NotSplittable, match="can't run some samples of this batch alone") as refused:
+            step(graph())
+        assert "The whole batch does not fit" in refused.value.__notes__[0]
+
+
+def test_an_error_that_the_whole_batch_has_too_is_the_users_own() -> None:
+    def misshapen(model: Any, batch: Any) -> torch.Tensor:
+        return over_known(model, {**batch, "x": batch["x"][:, :3]})
+
+    model = Neighbours()
+    step = anybatch.TrainStep(model, misshapen, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB")
+    with pytest.raises(RuntimeError, match=r"12x3 and 5x8") as raised:
+        step(graph())
+    assert raised.value.__context__ is None
+    assert not hasattr(raised.value, "__notes__")
