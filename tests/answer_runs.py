@@ -30,7 +30,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "trained rows": {"rows": 48, "name": "x_test"},
     "unread option": {"name": "remove_seen", "function": "recommend"},
     "ends alone": {"share": 0.06, "rows": 64, "discount": 0.99},
-    "held out trained": {"name": "test_loader"},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "sampling start": {"times": 3.0, "level": 59.0},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.pairs import bootstrapped
+from anybatch.doctor.ask.pairs import PASSING, bootstrapped
 from anybatch.doctor.ask.steps import DISTANCES, Step, asks, said
 from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
 from anybatch.records.lossfacts import Probed
@@ -138,12 +138,32 @@ def _of_past(sums: torch.Tensor) -> float:
 def ends_alone(step: Step) -> Iterator[Probed]:
     """Whether the discounted value of what follows counts in a few rows only, as where it counts at the ends alone."""
     for operation in step.used(*DISTANCES):
-        for target in operation.given[:2]:
+        sides = operation.given[:2]
+        for predicted, target in (sides, sides[::-1]) if len(sides) == 2 else ():
             value, discount = bootstrapped(step, target)
-            made = set[Slot]() if value is None else step.made_of(value)
-            for product in step.used("mul") if made else ():
-                masks = [step.values[one] for one in product.given if step.made_of(one).isdisjoint(step.parameters)]
-                for mask in masks if made & set(product.outs) and len(product.given) == 2 else ():
-                    share = float((mask != 0).double().mean()) if mask.numel() >= _FEWEST_ROWS else 0.0
-                    if 0 < share < 1 - _MOSTLY and bool(((mask == 0) | (mask == mask.max())).all()):
-                        yield said(product, share=share, rows=mask.numel(), discount=discount)
+            (slope,) = step.slopes(predicted) if value is not None else (None,)
+            for product, mask in _masks_of(step, value) if value is not None else ():
+                if slope is None or mask.shape != slope.shape:
+                    continue
+                felt = (mask != 0)[slope != 0]  # which the loss has not masked
+                share = float(felt.double().mean()) if felt.numel() >= _FEWEST_ROWS else 0.0
+                if 0 < share < 1 - _MOSTLY:
+                    yield said(product, share=share, rows=felt.numel(), discount=discount)
+
+
+def _masks_of(step: Step, slot: Slot) -> Iterator[tuple[Operation, torch.Tensor]]:
+    """What a value was multiplied with after a net had made it, and is 0 or one other number."""
+    while (at := step.made_at(slot)) >= 0:
+        made = step.operations[at]
+        masks = [one for one in made.given if _is_mask(step, one)] if made.kind == "mul" else []
+        others = [one for one in made.given if one not in masks]
+        if len(others) != 1 or (made.kind != "mul" and made.name not in PASSING):
+            return
+        yield from ((made, step.values[one].detach()) for one in masks)
+        slot = others[0]
+
+
+def _is_mask(step: Step, slot: Slot) -> bool:
+    one = step.values[slot].detach()
+    is_made = not step.made_of(slot).isdisjoint(step.parameters)
+    return not is_made and bool(one.dim()) and bool(((one == 0) | (one == one.max())).all())

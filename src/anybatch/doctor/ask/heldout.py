@@ -3,20 +3,21 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.source import FUNCTIONS, scripts, walked
 from anybatch.doctor.ask.trials import Line, told
 from anybatch.doctor.samples.inputs import mark
-from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _ROWS = "(mask|idx|index|indices|ids|nodes)"
 _TRAINED = re.compile(rf"^(train_{_ROWS}|{_ROWS}_train)$")
 _HELD_OUT = re.compile(rf"^((val|valid|test)_{_ROWS}|{_ROWS}_(val|valid|test))$")
-_NAMED = re.compile(r"(?<![a-z])([xy]?(test|validation|valid|val)|held_?out|dev)(?![a-z])", re.I)
+_NAMED = re.compile(
+    r"(?<![a-z])([xy]?(test|validation|val)|held_?out)(?![a-z])|_valid$|^valid_(loader|set|data|x|y|acc|loss)", re.I
+)
 _WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _LEAST_ROWS = 12  # that were evaluated and looked at
 
@@ -31,54 +32,6 @@ def about_rows(kept: Kept, run: Run) -> Iterator[Probed]:
         yield told("trained rows", Line(rows.file, rows.line), rows=len(rows.known), name=names[0])
 
 
-def about_training(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether all losses that go back are of what is named as held out."""
-    for file, tree in scripts(run):
-        found = list(trained_on(tree, {one.line for one in run.of(Backward) if one.file == file}))
-        if found and all(_is_held_out(name) for name, _ in found):
-            yield told("held out trained", Line(file, found[0][1]), name=found[0][0])
-
-
-def trained_on(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
-    """What is gone through, or picks rows, for the losses that go back on some lines.
-
-    Example:
-        >>> text = "for x, y in test_loader:\\n  loss = f(net(x), y)\\n  loss.backward()"
-        >>> list(trained_on(ast.parse(text), {3}))
-        [('test_loader', 1)]
-        >>> text = "loss = f(net(x)[data.test_mask], y[data.test_mask])\\nloss.backward()"
-        >>> list(trained_on(ast.parse(text), {2}))
-        [('data.test_mask', 1)]
-    """
-    for line in sorted(lines):
-        around = [one for one in walked(tree) if isinstance(one, (ast.For, *FUNCTIONS)) and _holds(one, line)]
-        innermost = max(around, key=lambda one: one.lineno, default=tree)
-        loops = [one.iter for one in around if isinstance(one, ast.For)]
-        losses = {ast.unparse(one.value) for one in walked(tree) if _holds(one, line) and _goes_back(one)}
-        masks = [part.slice for one in walked(innermost) if isinstance(one, ast.Assign)
-                 and losses & {ast.unparse(target) for target in one.targets}
-                 for part in walked(one.value) if isinstance(part, ast.Subscript)]  # fmt: skip
-        yield from dict.fromkeys((ast.unparse(one), one.lineno) for one in [*loops, *masks] if _is_named(one))
-
-
-def _holds(node: Any, line: int) -> bool:
-    return getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", None) or 0)
-
-
-def _goes_back(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    return isinstance(node, ast.Attribute) and node.attr == "backward"
-
-
-def _is_named(node: ast.expr) -> bool:
-    """Whether it says of which part of the data it is."""
-    text = ast.unparse(node)
-    return bool(_NAMED.search(text) or re.search("tr(ai)?n", text, re.I))
-
-
-def _is_held_out(text: str) -> bool:
-    return bool(_NAMED.search(text)) and not re.search("tr(ai)?n", text, re.I)
-
-
 def held_out_names(tree: ast.Module) -> Iterator[str]:
     """Names and keys that say that something is held out from the training.
 
@@ -91,7 +44,7 @@ def held_out_names(tree: ast.Module) -> Iterator[str]:
     for one in walked(tree):
         stored = one.id if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) else ""
         name = one.value if isinstance(one, ast.Constant) and isinstance(one.value, str) else stored
-        if name.isidentifier() and stored != "val" and _NAMED.search(name):
+        if name.isidentifier() and stored != "val" and (_NAMED.search(name) or (not stored and name == "valid")):
             yield name
 
 

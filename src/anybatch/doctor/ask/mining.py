@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import Step, asks, following, said
+from anybatch.doctor.ask.steps import Step, asks, following, said, total
 from anybatch.doctor.ask.tape import Operation, Replay, Slot
 from anybatch.records.lossfacts import Probed
 
@@ -127,6 +127,7 @@ def _chosen_by_row(operation: Operation) -> bool:
 
 
 _OFTEN = 0.5  # of what is picked
+_DIFFERS = 1e-3  # of the loss
 
 
 @asks("picked masked")
@@ -145,8 +146,18 @@ def picked_masked(step: Step) -> Iterator[Probed]:
         shown, largest = masks[0].bool().expand_as(sides[0]), _sign(operation) > 0
         left = (sides[0] if largest else -sides[0]).where(shown, -torch.inf).amax(dims[0])
         share = float(((left < 0) & left.isfinite() & ~shown.all(dims[0])).double().mean())
-        if share >= _OFTEN:
+        if share >= _OFTEN and _matters(step, product, shown, largest):
             yield said(operation, op=operation.name, share=share, fill="-inf" if largest else "inf")
+
+
+def _matters(step: Step, product: Operation, shown: torch.Tensor, largest: bool) -> bool:
+    """Whether the loss is another one where what is masked is never picked: a hinge gives 0 either way."""
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = product.func(*args, **kwargs)
+        return made.masked_fill(~shown, float(made.detach().min() if largest else made.detach().max()))
+
+    return abs(total(step.with_other(product, filled), step.loss) - step.own) > _DIFFERS * abs(step.own)
 
 
 def _is_mask(one: torch.Tensor) -> bool:

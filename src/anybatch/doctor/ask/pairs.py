@@ -391,7 +391,7 @@ def _is_alone(step: Step) -> bool:
     return len(backwards) == 1 and len(calls) <= 1
 
 
-_PASSING = MOVING | {"detach", "unsqueeze", "squeeze", "to", "float", "clone", "data"}
+PASSING = MOVING | {"detach", "unsqueeze", "squeeze", "to", "float", "clone", "data"}
 _REORDERING = frozenset(
     {"roll", "flip", "cat", "stack", "index_select", "narrow"}
 )  # as where values are shifted by one
@@ -420,9 +420,9 @@ def bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
             for value in made.given:
                 reward, discount = next((one for one in made.given if one != value), value), _discount(step, value)
                 is_given = step.made_of(reward).isdisjoint(step.parameters)  # from outside, in whatever shape
-                if discount and is_given and all(one.name in _PASSING for one in step.path(reward)):
+                if discount and is_given and all(one.name in PASSING for one in step.path(reward)):
                     return value, discount
-        if made.name not in _PASSING:
+        if made.name not in PASSING:
             break
     return None, 0.0
 
@@ -433,7 +433,7 @@ def _discount(step: Step, slot: Slot) -> float:
         numbers = [one for one in made.args if type(one) is float and _LEAST_DISCOUNT < one <= 1]
         if made.kind == "mul" and numbers:
             return float(numbers[0])
-        if made.kind != "mul" and made.name not in _PASSING:
+        if made.kind != "mul" and made.name not in PASSING:
             break
     return 0.0
 

@@ -134,16 +134,16 @@ def unread_options(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         >>> list(unread_options(ast.parse(text)))
         []
     """
-    every = [one for one in walked(tree) if isinstance(one, FUNCTIONS)]
-    calls = [one for one in walked(tree) if isinstance(one, ast.Call)]
+    every = [one for one in tree.body if isinstance(one, FUNCTIONS)]  # methods may have them as others do
+    calls = [(one.func.id, one.keywords) for one in walked(tree)
+             if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]  # fmt: skip
     for one in every:
         plain = [*one.args.posonlyargs, *one.args.args]
         pairs = [*zip(plain[len(plain) - len(one.args.defaults) :], one.args.defaults, strict=True)]
         pairs += [(arg, value) for arg, value in zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True) if value]
         options = {arg.arg for arg, value in pairs if isinstance(value, ast.Constant) and value.value is not None}
         read = {part.id for part in walked(one) if isinstance(part, ast.Name)}
-        given = {word.arg for call in calls if ast.unparse(call.func).rpartition(".")[2] == one.name
-                 for word in call.keywords}  # fmt: skip
+        given = {word.arg for name, words in calls if name == one.name for word in words}
         is_open = one.args.kwarg is not None or read & {"locals", "super"} or sum(o.name == one.name for o in every) > 1
         for name in sorted(options & given - read) if not is_open else ():
             yield one.name, name, one.lineno
