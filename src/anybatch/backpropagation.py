@@ -29,8 +29,8 @@ from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import Retries, Snapshot
 
 if TYPE_CHECKING:
+    from anybatch.records.certificates import Proof
     from anybatch.records.plans import Plan
-    from anybatch.records.proofs import Proof
 
 
 def backward(

@@ -73,7 +73,8 @@ class Options:
         self._set("broadcast", _checked_placement(self))
         if self.memory is not None or self.plan is not None:  # here and below: most calls skip these checks
             check_plan(self.memory, self.plan, self.micro_batch_size)
-            self._set("autocast", self.autocast or precision_of(self.plan))
+            planned = "" if self.plan is None else self.plan.chosen.autocast
+            self._set("autocast", self.autocast or (getattr(torch, planned) if planned else None))
         if self.inputs is not None:
             self._set("inputs", inputs_of(self.inputs))
         if self.scaler is not None:
@@ -127,11 +128,6 @@ def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
         from anybatch.units import read_budget  # imported only where there is a budget
 
         read_budget(memory)
-
-
-def precision_of(plan: "Plan | None") -> torch.dtype | None:
-    """The autocast dtype of a plan, ``None`` if it has none."""
-    return None if plan is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.chosen.autocast)
 
 
 def _check_pass(options: Options) -> None:

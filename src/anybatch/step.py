@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -352,7 +353,9 @@ class TrainStep(Engine):
             scale = scaler.get_scale()
             while True:  # lowers the scale until the gradient is finite: within optimizer.step nothing can be skipped
                 smaller = torch.amp.GradScaler(task.settings.device.type, init_scale=scale)
-                found = self._evaluated(task.scaled_by(smaller), parameters, smaller)
+                found = self._evaluated(
+                    replace(task, settings=replace(task.settings, scaler=smaller)), parameters, smaller
+                )
                 if scale <= 1 or not self._boundary.is_infinite(smaller):
                     return total_of(found)
                 scale /= 16

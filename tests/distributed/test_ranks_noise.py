@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch
-from anybatch.scaling.microgradients import MicroGradients
 from anybatch.scaling.noiseestimates import Estimate, estimate
+from anybatch.scaling.noisescale import MicroGradients
 from ranks_running import Case, assert_same_everywhere, counted, everywhere, hashed, raised, run_cases
 from reference import whole_gradients
 from test_ranks_exact import LOSSES, TOKENS, Batch, Net, batches_of, joined, mean_loss, several_uncut

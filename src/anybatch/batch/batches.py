@@ -230,12 +230,7 @@ class Splittable:
         return _joined([layout.root for layout in self.layouts])
 
     def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
-        """A logical batch of copies of some of the samples, with the same layout.
-
-        Args:
-            samples: positions in ``batch``, or of raw samples in the whole window.
-            batch: the index of a batch in the window; ignored for raw samples.
-        """
+        """A logical batch of copies of some of the samples, with the same layout."""
         found = copy.copy(self)
         found.most, found._costs = None, None
         found.rows, found._rows, found.largest = len(samples), [len(samples)], float(len(samples))
@@ -424,9 +419,6 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
 
     Args:
         limit: the most ``len(pack) * max(cost in pack)``; ``None`` for one pack.
-
-    Returns:
-        The positions of the samples in each pack, ascending.
 
     Example:
         >>> pack_by_cost([3, 10, 4, 9], limit=20)

@@ -555,11 +555,7 @@ def could_be_both(found: Sequence[Found], rows: int, own: int) -> BatchError:
 
 
 def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError:
-    """The error about leaves with different numbers of rows.
-
-    Args:
-        found: the leaves; first the one that differs, then those that most agree with.
-    """
+    """The error about leaves with different numbers of rows: first the one that differs, then what it is unlike."""
     odd, usual = found[0], found[1]
     odds, others = (tuple(one.dotted for one in found if one.rows == rows) for rows in (odd.rows, usual.rows))
     pairs = (odd, usual), (usual, odd)

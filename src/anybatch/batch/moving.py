@@ -31,9 +31,6 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
 
     Args:
         pin: copy host tensors to pinned memory first, so that the copy is asynchronous; objects are not moved.
-
-    Returns:
-        The batch itself if all of it is already there, else new containers with the moved tensors.
     """
 
     def move(leaf: Any) -> Any:

@@ -206,17 +206,14 @@ def _inside(value: Any) -> list[Any] | None:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     inside = list(value.values()) if isinstance(value, dict) else []
-    slots = [name for kind in type(value).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))]
+    declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for one in declared for name in ([one] if isinstance(one, str) else one)]
     if not hasattr(value, "__dict__") and not slots and not isinstance(value, dict):
         return None
     inside += [
         getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)
     ]
     return inside + list(getattr(value, "__dict__", {}).values())
-
-
-def _as_names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_plain(value: Any) -> bool:
@@ -270,9 +267,6 @@ def flat(node: Any) -> list[Any]:
 
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Iterates over all leaves.
-
-    Yields:
-        ``(label, path, leaf)``: a label such as ``batch['x'][0]``, and the path as a tuple of bare keys.
 
     Example:
         >>> [label for label, _, _ in leaves({"x": (1, 2)}, "batch")]

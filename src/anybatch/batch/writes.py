@@ -31,12 +31,7 @@ class Writes:
         return any(tensor._version != version for tensor, version in self._seen)
 
     def refuse(self, batches: Sequence[Any], cause: str) -> None:
-        """Raises if there was a write.
-
-        Args:
-            batches: in which the tensors are named.
-            cause: why the loss runs again, a part of the message.
-        """
+        """Raises if there was a write."""
         if not self.were_made:
             return
         written = {id(tensor) for tensor, version in self._seen if tensor._version != version}

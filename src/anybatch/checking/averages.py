@@ -15,7 +15,7 @@ from anybatch.batch.layout import Branch, Node, Rows, lay_out
 from anybatch.batch.trees import leaves, lookup
 from anybatch.checking.causes import more, reason
 from anybatch.checking.cuts import parts_of_sizes
-from anybatch.checking.gradients import Outcome, length_of, norm_of, sketched
+from anybatch.checking.gradients import Kept, Outcome, length_of, norm_of
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.rig import Case
 from anybatch.errors import BatchError
@@ -82,9 +82,6 @@ class _Leaf(NamedTuple):
 
 def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]]) -> list[Candidate]:
     """Lists ways to count a batch, the likeliest first.
-
-    Args:
-        weights: tensors that the loss reaches, by name, among which class weights may be.
 
     Example:
         >>> batch = {"x": torch.zeros(2, 3), "labels": torch.tensor([[5, -100, 7], [1, 2, -100]])}
@@ -240,17 +237,17 @@ class Columns(NamedTuple):
     counts: list[float]  # what ``Mean`` s are over; empty for a plain loss
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], name: str, sizes: Sequence[int]) -> "Columns":
+    def of(cls, outcomes: Sequence[Outcome], name: str, nothing: Kept) -> "Columns":
         """The columns of runs in which one loss was the only one that counted.
 
         Args:
-            sizes: the entries of each gradient, of which there may be none.
+            nothing: what is kept of gradients that are zero.
         """
         counts = [outcome.counts[name] for outcome in outcomes if name in outcome.counts]
         pairs = [(outcome.losses.get(name, 0.0), outcome.counts.get(name, 1.0)) for outcome in outcomes]
         values, factors = torch.tensor(pairs, dtype=torch.float64, device="cpu").T
-        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        kept = [torch.cat([nothing, *map(sketched, one.gradients, sizes)]) for one in outcomes]
+        each = [[one.gradients.get(key, zeros) for key, zeros in nothing.items()] for one in outcomes]
+        kept = [torch.cat([values[:0], *(one.to("cpu", torch.float64) for one in own)]) for own in each]
         return cls(values * factors, torch.stack(kept, 1) * factors, counts)
 
     def chosen(self, which: torch.Tensor) -> "Columns":
@@ -284,11 +281,7 @@ class Pieces(NamedTuple):
         return Pieces(whole, splits, self.tolerance)
 
     def residual(self, split: int, weights: Sequence[float]) -> float:
-        """How far the weighted sum of a split's parts is from the whole, relative to what is summed.
-
-        Returns:
-            The larger of the relative differences of the value and of the gradient; infinite if it is not finite.
-        """
+        """How far the weighted sum of a split's parts is from the whole, relative to what is summed."""
         factors = torch.tensor(weights, dtype=torch.float64, device="cpu")
         used, factors = self.splits[split].chosen(factors != 0), factors[factors != 0]
         if not used.is_finite:
@@ -332,9 +325,6 @@ class Pieces(NamedTuple):
     def solved_weights(self, *, of_mean: bool = True) -> list[list[float]] | None:
         """Solves for the weights by which the parts make up the whole, if the parts have enough to tell.
 
-        Args:
-            of_mean: whether they have to add up to one.
-
         Returns:
             For each split its weights, which are positive; ``None`` if there are none, or too many.
         """
@@ -373,14 +363,16 @@ class Averages:
         self._names = list(case.whole.losses)
         self._splittable = splittable = case.rig.splittable
         self._given = case.rig.task.count
-        self._sizes = [one.numel() * (2 if one.is_complex() else 1) for one in case.rig.parameters]
+        sizes = {id(one): length_of(one.numel() * (2 if one.is_complex() else 1)) for one in case.rig.parameters}
+        self._nothing = {key: torch.zeros(size, dtype=torch.float64, device="cpu") for key, size in sizes.items()}
         self._whole = next(splittable.materialise(splittable.plan(None)))
         self._batches = [list(splittable.materialise(parts)) for parts in self._splits]
         self._candidates = ways_to_count(self._whole, splittable.broadcast, tensors_of(case.rig.task.loss_fn))
 
     def find(self, name: str) -> tuple[Reason, Candidate | None]:
         """Says why one loss does not add up, with the count that it needs if that is why."""
-        pieces = self._pieces(name)
+        whole = self._measured(self._splittable.plan(None), name)
+        pieces = Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
         where = "loss" if len(self._names) == 1 else f"loss {name!r}"
         if pieces.whole.counts:
             return self._reason_of_mean(pieces, where), None
@@ -432,12 +424,8 @@ class Averages:
     def _number(self, candidate: Candidate) -> float:
         return candidate.number(self._whole, self._splittable.rows)
 
-    def _pieces(self, name: str) -> Pieces:
-        whole = self._measured(self._splittable.plan(None), name)
-        return Pieces(whole, [self._measured(parts, name) for parts in self._splits], self._tolerance)
-
     def _measured(self, parts: Sequence[Part], name: str) -> Columns:
-        return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._sizes)
+        return Columns.of(list(self._rig.parts(parts, name if len(self._names) > 1 else "")), name, self._nothing)
 
     def _fitting(self, pieces: Pieces, name: str, entries: torch.Tensor | None = None) -> list[Candidate]:
         """The candidates by which the parts make up the whole; further splits tell those apart that differ.
@@ -521,7 +509,7 @@ class Averages:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
         if isinstance(self._rig.task.loss_fn, Coupled):
             return None
-        lengths = torch.tensor(list(map(length_of, self._sizes)), dtype=torch.int64, device="cpu")
+        lengths = torch.tensor([*map(len, self._nothing.values())], dtype=torch.int64, device="cpu")
         places = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)  # of the parameters, of each entry
         if pieces.narrowed(torch.ones_like(places, dtype=torch.bool)).is_mean_of_reached(of_mean=False):
             return reason("function of a mean", where)  # one mean, by whose weights the value does not add up

@@ -18,15 +18,14 @@ from anybatch.batch.trees import flat, map_leaves
 from anybatch.checking.causes import reason, unexplained
 from anybatch.checking.cuts import MOST, Cut, Cuts
 from anybatch.checking.examination import opened
-from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import Rig
 from anybatch.checking.trial import Found, Trial
+from anybatch.checking.wording import in_one_line, is_own
 from anybatch.errors import AnyBatchError
 from anybatch.loss.sequence import OverTime
 from anybatch.memory.meter import OverBudget
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure, is_out_of_memory
 
@@ -96,8 +95,7 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> _Shown:
     """What makes a difference in float64."""
     with ExitStack() as stack:
         rig, _, refused = opened(replace(task, loss_fn=loss.in_chunks(length)), stack)
-        if rig.stand_ins is not None:
-            rig.stand_ins.held.constant = True
+        rig.stand_ins.held.constant = True
         whole, ran = rig.run(), rig.run(loss_fn=loss.in_chunks(other))
         error, off = ran.error(whole), ran.value_error(whole)
         least = _APART_IN_SINGLE if refused else _APART

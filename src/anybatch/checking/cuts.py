@@ -157,9 +157,6 @@ class Cuts:
         """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
         The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
-
-        Args:
-            beyond: whether more samples than a micro-batch has are taken.
         """
         rows = self._columns.shape[1]
         wanted = min(rows, most, rows if beyond else self.largest)
@@ -329,9 +326,10 @@ class _Kinds:
         one, other = self._together(lacking)
         fixed = len(other)
         self._fill_apart(one, first, other, second)
+        mean = self._means[:, one].mean(1, keepdim=True)
         for at in range(second - 1, max(fixed, second - _CHANGED) - 1, -1):
             rest = other[:at] + other[at + 1 :]
-            unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != self._mean_of(one)
+            unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != mean
             longer = torch.maximum(self._highest(rest), self._largest) != self._highest(one)
             shared = (self.in_both((one, rest)) | ~lacking)[:, None] | self.common[:, one].any(1)
             worth = torch.cat([unlike, longer, shared]).sum(0)
@@ -349,9 +347,6 @@ class _Kinds:
         found -= self._rank[:, None] + self._rank
         pair = divmod(int(found.argmax()), len(found))
         return ([pair[0]], [pair[1]]) if found[pair] > 0 else ([], [])
-
-    def _mean_of(self, some: list[int]) -> torch.Tensor:
-        return self._means[:, some].mean(1, keepdim=True)
 
     def _highest(self, some: list[int]) -> torch.Tensor:
         return self._largest[:, some or [0]].amax(1, keepdim=True)

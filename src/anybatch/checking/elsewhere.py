@@ -76,9 +76,6 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
     """Batches in which numbers of one leaf are missing, negative, marks, twice there, or are not all one.
 
     No whole number is larger than it was, or negative: for that there is no batch, but ``None``.
-
-    Args:
-        sizes: samples of the micro-batches.
     """
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
@@ -95,7 +92,7 @@ def _others_tried(leaf: torch.Tensor) -> Iterator[tuple[_Has, str, float | torch
     """What a leaf has not, with a number for some of its entries, or another leaf, by which it is tried."""
     is_whole, first = not leaf.is_floating_point(), leaf.flatten()[0].item()
     if not is_whole:
-        yield _is_missing, "nan", math.nan
+        yield lambda leaf: bool(_ends(leaf)[0].isnan()), "nan", math.nan
     if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
         yield _is_uneven, "uneven", first / 4
     if not is_whole and not _is_negative(leaf):
@@ -153,10 +150,6 @@ def _is_negative(leaf: torch.Tensor) -> bool:
     return bool((leaf < 0).any() if low != low else low < 0)
 
 
-def _is_missing(leaf: torch.Tensor) -> bool:
-    return bool(_ends(leaf)[0].isnan())
-
-
 def is_not_full(leaf: torch.Tensor) -> bool:
     """Whether a mask has anything but ones."""
     low, high = _ends(leaf)
@@ -194,12 +187,7 @@ def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def thinned(splittable: Splittable, sizes: Sequence[int], only: str = "") -> tuple[list[str], Splittable]:
-    """A batch in which masks that are full are not, by chance and by another rate in each sample; and their labels.
-
-    Args:
-        sizes: samples of the micro-batches.
-        only: the label of the one mask that is changed; ``""`` for all.
-    """
+    """A batch in which masks that are full are not, by chance and by another rate in each sample; and their labels."""
     (batch,) = splittable.batches
     generator, values, labels = torch.Generator("cpu").manual_seed(0), flat(batch), list[str]()
     for place, (label, path, leaf) in enumerate(leaves(batch, "batch")):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,7 +32,6 @@ from anybatch.update.refusals import unused, without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
-_PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
 
 
 def examine(task: Task) -> Certificate:
@@ -44,7 +44,10 @@ def examine(task: Task) -> Certificate:
     total = task.splittable.rows
     while True:
         try:
-            return _examined(task, total)
+            with ExitStack() as stack:
+                rig, whole, refused = opened(task, stack)
+                _refuse_unused(rig, whole)
+                return Examination(rig, whole, total, refused).certificate()
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
@@ -85,40 +88,30 @@ def _of_one(splittable: Splittable) -> Splittable:
     return Splittable([largest], broadcast=broadcast)
 
 
-def _examined(task: Task, total: int) -> Certificate:
-    with ExitStack() as stack:
-        rig, whole, refused = opened(task, stack)
-        _refuse_unused(rig, whole)
-        return Examination(rig, whole, total, refused).certificate()
-
-
 def _refuse_unused(rig: Rig, whole: Outcome) -> None:
     """Refuses a loss that gives no gradient to any parameter of the model, or to any of the inputs."""
     model, inputs = rig.task.model, rig.task.settings.inputs
     own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-    pairs = zip(rig.parameters, whole.gradients, strict=True)
-    found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
-    if found and all(gradient is None for gradient in found):
+    found = [id(parameter) for parameter in rig.parameters if inputs is not None or id(parameter) in own]
+    if found and whole.gradients.keys().isdisjoint(found):
         raise unused(model, len(found), are_inputs=inputs is not None)
 
 
 def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     """Runs the whole batch in float64, or in the model's own precision where that can't run."""
-    refused = ""
-    for dtype, substitutes in _PRECISIONS:
-        with ExitStack() as trial:
-            rig = Rig(task, dtype, substitutes=substitutes)
-            try:
-                whole = rig.open(trial)
-            except Exception as error:
-                is_last = (dtype, substitutes) == _PRECISIONS[-1]
-                if is_last or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
-                    raise
-                refused = refused or f"{type(error).__name__}: {error}"
-                continue
+    with ExitStack() as trial:
+        rig = Rig(task, torch.float64)
+        try:
+            whole = rig.open(trial)
+        except Exception as error:
+            if isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
+                raise
+            refused = f"{type(error).__name__}: {error}"
+        else:
             stack.push(trial.pop_all())
-            return rig, whole, refused
-    raise AnyBatchError("unreachable")
+            return rig, whole, ""
+    rig = Rig(task, None)
+    return rig, rig.open(stack), refused
 
 
 class Examination(Case):
@@ -145,7 +138,7 @@ class Examination(Case):
             self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
         comparison = self.compared()
-        if self.rig.stand_ins is not None and self.rig.stand_ins.lowered:
+        if self.rig.stand_ins.lowered:
             names = sorted(self.rig.stand_ins.lowered)
             self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
@@ -161,7 +154,8 @@ class Examination(Case):
             self.searched("buffers", self._examine_buffers, 0.0),
             self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
-        if names := self.rig.hooked_by_optimizers():
+        named = zip(self.rig.names, self.rig.parameters, strict=True)
+        if names := [name for name, parameter in named if id(parameter) in self.rig.with_optimizer_hooks]:
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
         if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
             self.notes.append(
@@ -211,7 +205,7 @@ class Examination(Case):
         or if the loss is a mean over as many items as are drawn. With one number for a whole draw neither matters.
         """
         stand_ins, drew = self.rig.stand_ins, False
-        if stand_ins is not None and stand_ins.draws:
+        if stand_ins.draws:
             drawn = comparison
             stand_ins.held.constant = True
             whole = self.rig.run()
@@ -221,7 +215,7 @@ class Examination(Case):
             if comparison.error > self.tolerance and stand_ins.is_uneven:
                 stand_ins.held.alike = True
                 alike = self.rig.run()
-                if any(one is not None and one.any() for one in alike.gradients):
+                if any(one.any() for one in alike.gradients.values()):
                     comparison = self.compared(whole=alike)
                 else:  # nothing was compared
                     stand_ins.held.alike = False
@@ -301,12 +295,12 @@ class Examination(Case):
         return error
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
-        stand_ins = self.rig.stand_ins
-        draws = [] if stand_ins is None else list(stand_ins.draws)
+        draws = list(self.rig.stand_ins.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
         if not draws or any(one.code == "random" for one in self.reasons):
             return
-        if self.rig.repeats_draws(self.splits[0], changed):
+        again = partial(self.rig.run, self.splits[0], fresh=False, carries=changed)
+        if self.rig.stand_ins.repeated(self.rig.run, again) is not None:  # since the loss seeds a generator
             self.reasons.append(seeded(draw.operation for draw in draws))
             return
         places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules
@@ -335,16 +329,11 @@ class Examination(Case):
     def _own_tolerance(self, dtype: torch.dtype | None = None) -> float:
         """The bound on the error against the whole: 3 roundings of the whole, and the sum over micro-batches."""
         kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()]
-        unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
+        self.unit = unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
         parts = max(len(split) for split in self.splits)
-        rounding = min(self._rounding(unit), math.sqrt(unit))  # what is more than that is a state that moves on
+        with self.rig.rounded(unit):  # which every weight is changed by, once
+            rounding = min(self.rig.run().error(self.whole), math.sqrt(unit))  # what is more is a state that moves on
         return 3 * max(rounding, 16 * unit) + unit * math.sqrt(parts)
-
-    def _rounding(self, unit: float) -> float:
-        """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""
-        self.unit = unit
-        with self.rig.rounded(unit):
-            return self.rig.run().error(self.whole)
 
 
 def _is_of_items(found: Reason) -> bool:

@@ -1,7 +1,7 @@
-"""How far gradients are apart, in full or of what is kept of them in few numbers."""
+"""How far gradients are apart, by what is kept of them in few numbers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,16 +32,21 @@ def norm_of(values: Any) -> float:
     return largest * float(torch.linalg.vector_norm(values.double() / largest))
 
 
-def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None] | None = None) -> float:
-    """The norm of the difference of two gradients; a missing one is zero."""
-    pairs = zip(ones, [None] * len(ones) if others is None else others, strict=True)
-    return math.hypot(0.0, *(norm_of(found) for one, other in pairs if (found := _less(one, other)) is not None))
+Kept = Mapping[int, torch.Tensor]
+"""What is kept of the gradients of some leaves, by the ``id`` of the leaf."""
 
 
-def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one.double() - other.double()
+def distance(one: Kept, other: Kept | None = None, *, of: Iterable[torch.Tensor] | None = None) -> float:
+    """The norm of a gradient, or of what it is less another one; one of a leaf that is missing is zero."""
+    found = one if other is None else less(one, other)
+    counted = found.keys() if of is None else {id(leaf) for leaf in of}
+    return math.hypot(0.0, *(norm_of(kept) for key, kept in found.items() if key in counted))
+
+
+def less(one: Kept, other: Kept) -> dict[int, torch.Tensor]:
+    """A gradient less another one."""
+    ours = {key: value - other[key] if key in other else value for key, value in one.items()}
+    return ours | {key: -value for key, value in other.items() if key not in one}
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Outcome:
 
     losses: dict[str, float]  # the values by name
     counts: dict[str, float]  # what ``Mean`` s were over, by name
-    gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
+    gradients: Kept  # what is kept of them
 
     @property
     def norm(self) -> float:
@@ -107,54 +112,29 @@ class Comparison:
         """The splits that failed, and the errors."""
         return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
 
-    def wrong_losses(self, tolerance: float) -> list[str]:
-        """The losses whose values differ; all if none does."""
-        names = list(self.whole.losses)
-        return [name for name in names if self.loss_error(name) > tolerance] or names
-
-
-def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:
-    """What is kept of a gradient of so many entries, in float64 on the CPU; 0 where there is none."""
-    kept = torch.zeros(length_of(size), device="cpu") if gradient is None else _sketch_of(gradient)
-    return kept.to("cpu", torch.float64)
-
 
 def length_of(size: int) -> int:
     """How many numbers are kept of a gradient of so many entries."""
     return size if size // _SIZE < _FEW else _SIZE
 
 
-class Sketch:
+def kept_of(leaves: Iterable[torch.Tensor]) -> Kept:
     """What is kept of gradients: all of a small one, of a larger one sums of entries with signs drawn once for all.
 
-    The squared norm of a difference of two sketches is on average that of the difference itself (Charikar, Chen,
+    The squared norm of a difference of what is kept is on average that of the difference itself (Charikar, Chen,
     Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Alon, Matias, Szegedy 1996).
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
         >>> weight.grad = torch.randn(100, 100)
-        >>> one = Sketch([weight])
+        >>> one = kept_of([weight])
         >>> weight.grad += torch.randn(100, 100)  # of length 100
-        >>> 90 < Sketch([weight]).distance(one) < 110
+        >>> 90 < distance(kept_of([weight]), one) < 110
         True
     """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        with torch.no_grad():
-            self._kept = {id(one): _sketch_of(local_of(one.grad)) for one in parameters if one.grad is not None}
-
-    def distance(self, other: "Sketch | None" = None, *, of: Iterable[torch.Tensor] | None = None) -> float:
-        """The norm of the difference of the gradients; a missing one is zero.
-
-        Args:
-            of: the parameters that count; ``None`` for all.
-        """
-        own, its = self._kept, {} if other is None else other._kept
-        counted = {*own, *its} if of is None else {id(one) for one in of}
-        pairs = ((own.get(key), its.get(key)) for key in counted)
-        found = [b if a is None else a if b is None else a - b for a, b in pairs]
-        return math.hypot(0.0, *(float(one.norm()) for one in found if one is not None))
+    with torch.no_grad():
+        return {id(one): _sketch_of(local_of(one.grad)) for one in leaves if one.grad is not None}
 
 
 def _sketch_of(gradient: torch.Tensor) -> torch.Tensor:

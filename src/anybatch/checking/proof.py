@@ -6,7 +6,7 @@ the two gradients are not equal within rounding, the certificate of ``anybatch.c
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,21 +18,19 @@ from anybatch.batch.batches import sizes_of
 from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
-from anybatch.checking.compiled import CallsOf
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
-from anybatch.checking.failures import in_one_line, is_own
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
 from anybatch.checking.trial import Difference, Found, Trial, surroundings, tolerated
-from anybatch.checking.wording import how_far
+from anybatch.checking.visits import callers_seen
+from anybatch.checking.wording import how_far, in_one_line, is_own
 from anybatch.errors import AnyBatchError, LossError, NotSplittable
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import InPieces, as_coupled
-from anybatch.memory.meter import OverBudget
-from anybatch.records.certificates import Certificate, Reason
-from anybatch.records.proofs import Proof
+from anybatch.memory.meter import OverBudget, Recording
+from anybatch.records.certificates import Certificate, Proof, Reason
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.batchnorm import coupling_modules
@@ -104,8 +102,7 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         note = "BatchNorm without running statistics sees other samples"
         return Proof("undecided", update=update, note=note), None, Seen()
-    calls = CallsOf(task.model)
-    with surroundings(), calls.seen():
+    with surroundings(), callers_seen(task.model) as takes_hooks:
         trial = Trial(split)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, split)
         if over_time is not None and (over_time[0].outcome == "not exact" or len(split.parts) < 2):
@@ -113,33 +110,28 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
         prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
-            proof = with_note(proof, f"as long as `{reason.where}` makes no difference")
+            proof = proof.with_note(f"as long as `{reason.where}` makes no difference")
         if proof.exact and trial.draws_elsewhere:
-            proof = with_note(proof, _OTHERS)
+            proof = proof.with_note(_OTHERS)
         if proof.exact and trial.draws_shared:
-            proof = with_note(proof, _ANEW)
+            proof = proof.with_note(_ANEW)
         if prover.is_of_now:
-            proof = with_note(
-                proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
+            proof = proof.with_note(
+                "what begins later, such as a counter that is read then, takes more, and was not seen"
             )
     if over_time is not None:
-        proof = replace(with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
+        proof = replace(proof.with_note(over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     if proof.exact and reason is None and over_time is not None:
         reason = over_time[1]  # chunks that may be part of the loss, of which a warning tells
-    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, calls.take_hooks)
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room, takes_hooks())
 
 
 def prove_among_many(split: Split) -> Found | None:
     """Whether the losses of more micro-batches show what those of two do not; ``None`` if not."""
     with surroundings():
         return _Prover(Trial(split), split).among_many()
-
-
-def with_note(proof: Proof, note: str) -> Proof:
-    """The same with one more note."""
-    return replace(proof, note="; ".join(filter(None, (proof.note, note))))
 
 
 def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
@@ -181,7 +173,7 @@ class _Prover:
             return found
         many = self.among_many()
         note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
-        return many or (with_note(found[0], note), None)
+        return many or (found[0].with_note(note), None)
 
     def _moved(self) -> Found:
         """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
@@ -320,7 +312,8 @@ class _Prover:
                 most = 2 if self._task.is_planned else MOST
                 for cut in islice(self._cuts.inside(most), 1):
                     try:
-                        with self._trial.in_room():
+                        # Under a plan in the room that some samples have taken with their gradient.
+                        with Recording(limit=self._trial.room) if self._task.is_planned else nullcontext():
                             return self._trial.isolated(cut, later_state)
                     except OverBudget:
                         self.is_of_now = True
@@ -448,7 +441,7 @@ class _Prover:
             is_drawn = undecided.code == "random"
             if not is_drawn or difference.draws:
                 proof = difference.proof("undecided", "", note=undecided.message)
-                return with_note(proof, _MEET[undecided.evidence.get("meet")]) if is_drawn else proof, None
+                return proof.with_note(_MEET[undecided.evidence.get("meet")]) if is_drawn else proof, None
             reason = worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
         is_of_chunk = reason is not None and isinstance(self._task.loss_fn, InPieces) and reason.code == "not-additive"

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
-    from anybatch.records.certificates import Reason
-    from anybatch.records.proofs import Proof
+    from anybatch.records.certificates import Proof, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -310,10 +309,6 @@ class Proofs:
     def conclude(self, task: Task, replay: "Replay | None", sums: Sums) -> None:
         """Looks at the loss of all micro-batches that have run, and says what is not proved.
 
-        Args:
-            replay: what ``look`` has returned.
-            sums: what they gave.
-
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
@@ -359,9 +354,6 @@ def _are_unmade(model: Any, parameters: Sequence[torch.Tensor]) -> bool:
 
 def layout_key(splittable: Splittable, nodes: Sequence[Rows | Constant] | None = None) -> Hashable:
     """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
-
-    Args:
-        nodes: its leaves, where these are known.
 
     Example:
         >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))

@@ -28,9 +28,6 @@ def reached_by(loss_fn: Any) -> Named:
 def modules_of(model: Any, loss_fn: Any, of_loss: Named | None = None) -> dict[str, torch.nn.Module]:
     """The modules that a model and a loss function reach, without the submodules of others.
 
-    Args:
-        of_loss: what ``reached_by`` the loss function has found.
-
     Returns:
         The modules by how they are written in code next to the loss; the model has the empty name.
     """
@@ -63,28 +60,19 @@ def _optimizers(of_loss: Named) -> list[torch.optim.Optimizer]:
     return [one for _, one in of_loss if isinstance(one, torch.optim.Optimizer)]
 
 
-class OwnOptimizers:
-    """The optimizers by which a loss trains nets of its own, and none of the model's parameters.
-
-    Args:
-        of_loss: what ``reached_by`` the loss function has found.
-    """
-
-    def __init__(self, model: Any, of_loss: Named) -> None:
-        own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-        found = {id(one): one for one in _optimizers(of_loss)}.values()
-        self._found = [one for one in found if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
-
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Puts back the state that they have before the block."""
-        before = [{key: _copied(one) for key, one in each.state.items()} for each in self._found]
-        try:
-            yield
-        finally:
-            for optimizer, state in zip(self._found, before, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
+@contextlib.contextmanager
+def own_optimizers_put_back(model: Any, of_loss: Named) -> Iterator[None]:
+    """Puts back the state of the optimizers by which a loss trains nets of its own, none of the model's parameters."""
+    own = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    every = {id(one): one for one in _optimizers(of_loss)}.values()
+    found = [one for one in every if own.isdisjoint(id(p) for g in one.param_groups for p in g["params"])]
+    before = [{key: _copied(one) for key, one in each.state.items()} for each in found]
+    try:
+        yield
+    finally:
+        for optimizer, state in zip(found, before, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
 
 
 def _copied(state: Any) -> Any:
@@ -135,13 +123,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif inspect.isfunction(value):
         if _is_foreign(value.__module__):
             return
-        for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if not is_empty(cell):
-                yield inner, cell.cell_contents
-        for inner in dict.fromkeys(names_in(value.__code__)):
-            if inner in value.__globals__:
-                yield inner, value.__globals__[inner]
-        yield from defaults_of(value)
+        yield from (*variables_of(value).items(), *defaults_of(value))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", held) for key, held in islice(value.items(), _MOST))
     elif isinstance(value, (list, tuple)):
@@ -154,6 +136,18 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
+
+
+def variables_of(function: types.FunctionType) -> dict[str, Any]:
+    """What a function reads outside of itself, by name: the variables around it, and globals."""
+    code, around, found = function.__code__, function.__globals__, dict[str, Any]()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):  # in each step, so without calls
+        if not is_empty(cell):
+            found[name] = cell.cell_contents
+    for name in names_in(code):
+        if name in around:
+            found.setdefault(name, around[name])
+    return found
 
 
 def is_empty(cell: types.CellType) -> bool:

@@ -23,7 +23,7 @@ from anybatch.checking.causes import explained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
-from anybatch.checking.proof import Seen, prove_among_many, with_note
+from anybatch.checking.proof import Seen, prove_among_many
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import in_place_of
 from anybatch.checking.standins import argument
@@ -31,8 +31,7 @@ from anybatch.checking.trial import Difference, Found, Trial, surroundings, tole
 from anybatch.interception import unobserved
 from anybatch.loss.losses import InPieces, LossFunction, as_coupled
 from anybatch.memory.meter import OverBudget, Recording
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.tensors.dispatch import Mode, without_modes
 from anybatch.tensors.modules import is_scripted
 from anybatch.tensors.precision import LOW_PRECISION
@@ -126,12 +125,7 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 class Replay:
-    """What a model gives in the micro-batches of a step, to see the loss of all of them at once.
-
-    Args:
-        proof: what was found of some samples.
-        seen: what was seen of the program then.
-    """
+    """What a model gives in the micro-batches of a step, to see the loss of all of them at once."""
 
     def __init__(self, split: Split, proof: Proof, seen: Seen) -> None:
         self._split, self._task, self._parts, self._proof, self._seen = split, split.task, split.parts, proof, seen
@@ -198,11 +192,7 @@ class Replay:
         self._given.clear()  # and nothing is looked at
 
     def found(self, losses: Mapping[str, float]) -> Found | None:
-        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing.
-
-        Args:
-            losses: the values that they gave.
-        """
+        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
         try:
             with surroundings():
                 if calls := self._joined():
@@ -288,7 +278,7 @@ class Replay:
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
-        return with_note(self._proof, note), told
+        return self._proof.with_note(note), told
 
     def _differs(self, calls: list["_Call"], splittable: Splittable) -> bool:
         with tolerated():  # the loss may take no such batch
@@ -315,11 +305,7 @@ class Replay:
     def _played(
         self, calls: list["_Call"], splittable: Splittable | None = None, operations: RowWise | None = None
     ) -> Iterator[tuple[Trial, Cut, "_Player"]]:
-        """Lets outputs stand in for the model; gives what runs the loss of these, their samples, and what plays them.
-
-        Args:
-            splittable: another batch; ``None`` for the one that the model was given.
-        """
+        """Lets outputs stand in for the model; gives what runs their loss, their samples, and what plays them."""
         task, is_planned = self._task, self._task.is_planned
         player = _Player(calls, task, splittable, operations)
         limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM
@@ -353,7 +339,7 @@ def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | Non
         return replay.found(losses), replay.unseen
     except OverBudget as error:
         Failure(error).release()
-        proof = with_note(proof, "what the loss does with other outputs takes more, and was not seen")
+        proof = proof.with_note("what the loss does with other outputs takes more, and was not seen")
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
         Failure(error).release()
     return (proof, None), even(task.splittable)

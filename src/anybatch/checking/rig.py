@@ -16,16 +16,15 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
-from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import splits_of
-from anybatch.checking.failures import in_one_line
-from anybatch.checking.gradients import Comparison, Outcome
-from anybatch.checking.reach import OwnOptimizers, modules_of, optimized_by, parameters_of, reached_by
+from anybatch.checking.gradients import Comparison, Outcome, kept_of
+from anybatch.checking.reach import modules_of, optimized_by, own_optimizers_put_back, parameters_of, reached_by
 from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
+from anybatch.checking.wording import in_one_line
 from anybatch.errors import CountError, LossError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import Evaluation, InPieces, LossFunction, Piece, Place, is_nothing, unless_nothing
@@ -74,13 +73,12 @@ class Rig:
 
     Args:
         dtype: the precision, ``None`` for the model's own.
-        substitutes: whether random numbers and precisions are replaced.
 
     Attributes:
         task: the same; another batch may be put in its place.
     """
 
-    def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
+    def __init__(self, task: Task, dtype: torch.dtype | None) -> None:
         self.task = replace(task, splittable=task.splittable.collated_from_copies())
         self.dtype, self.device = dtype, task.settings.device
         self.roots = modules_of(task.model, task.loss_fn)
@@ -91,14 +89,12 @@ class Rig:
         }
         self.visits = Visits(self.modules)
         wider = DOUBLE if dtype is torch.float64 else None
-        self.stand_ins = (
-            StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
-        )
+        self.stand_ins = StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime))
         self.effects = SideEffects([task.model, task.loss_fn], of_data=[task.splittable.collate])  # of a run in Python
         # the buffers: their full names, their homes and keys there, and the values that they began with
         self.buffer_values: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._undo, self._isolated = ExitStack(), set[int]()  # the ``id`` s of what has copies of its values,
-        self._with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
+        self.with_optimizer_hooks: set[int] = set()  # and of those with hooks that run after a gradient was added
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
         self._trained: Collection[int] = ()  # the ``id`` s of those that the loss trains itself
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
@@ -113,7 +109,7 @@ class Rig:
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(OwnOptimizers(self.task.model, reached_by(self.task.loss_fn)).put_back())
+        stack.enter_context(own_optimizers_put_back(self.task.model, reached_by(self.task.loss_fn)))
         self._random = RandomState([self.device])
         stack.callback(self._random.restore)  # which kernels that nothing stands in for may have moved
         stack.callback(self.effects.restore)
@@ -128,7 +124,9 @@ class Rig:
         for position, leaf in enumerate(only or ()):
             self._copy_values(leaf)
             self._add(f"inputs[{position}]", leaf)
-        self._prepare_for_cudnn()
+        for module in self.modules.values():  # copied weights are not in one chunk
+            if isinstance(module, torch.nn.RNNBase) and has_cudnn(self.device):
+                module.flatten_parameters()
         if only is not None:
             return self.run()
         try:
@@ -179,7 +177,7 @@ class Rig:
 
         self._undo.callback(put_back)
         if tensor._post_accumulate_grad_hooks:
-            self._with_optimizer_hooks.add(id(tensor))
+            self.with_optimizer_hooks.add(id(tensor))
             muted(tensor._post_accumulate_grad_hooks, self._undo)
         tensor.data = in_precision(values.detach().clone(), self.dtype)
 
@@ -213,10 +211,9 @@ class Rig:
                     self._copy_values(leaf)
                     self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
-        kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
+        kept = [i for i, one in enumerate(self.parameters) if i < inside or id(one) in whole.gradients]
         self.parameters = [self.parameters[i] for i in kept]
         self.names = [self.names[i] for i in kept]
-        whole.gradients = [whole.gradients[i] for i in kept]
         # Masks know the place of a call, which is another where a loss is not computed at once.
         return self.run() if self.task.settings.dropout == "per-sample" else whole
 
@@ -234,12 +231,6 @@ class Rig:
 
         return with_each(self.task.loss_fn, look)
 
-    def _prepare_for_cudnn(self) -> None:
-        """Puts the copied weights of recurrent networks in one chunk."""
-        for module in self.modules.values():
-            if isinstance(module, torch.nn.RNNBase) and has_cudnn(self.device):
-                module.flatten_parameters()
-
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if not any(parameter is known for known in self.parameters):
             self.parameters.append(parameter)
@@ -251,11 +242,6 @@ class Rig:
         after_whole, own = RandomState([self.device]), self.effects.generators()
         next(self.parts(self.splits()[0]))
         return not after_whole.is_now() or not same(own, self.effects.generators())
-
-    def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
-        """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
-        again = functools.partial(self.run, parts, fresh=False, carries=carries)
-        return self.stand_ins is not None and self.stand_ins.repeated(self.run, again) is not None
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -285,11 +271,6 @@ class Rig:
         found = coupling_modules(*modules_behind(self.task.model, self.task.loss_fn)).values()
         return {name: module for name, module in self.modules.items() if any(module is one for one in found)}
 
-    def hooked_by_optimizers(self) -> list[str]:
-        """The parameters with hooks that run after a gradient was accumulated; they are off during the check."""
-        own, hooked = zip(self.names, self.parameters, strict=True), self._with_optimizer_hooks
-        return [name for name, parameter in own if id(parameter) in hooked]
-
     def splits(self, splittable: Splittable | None = None) -> list[list[Part]]:
         """The splits that are compared with the whole batch."""
         return splits_of(splittable or self.splittable, self.task.micro_batch_size)
@@ -318,25 +299,14 @@ class Rig:
         return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
 
     def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
-        """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
-
-        Args:
-            parts: the split.
-            name: the only loss that counts, if there are several.
-        """
+        """The loss and the gradient of each micro-batch of a split alone, not weighted; of one loss if it is named."""
         loss_fn = self.task.loss_fn
         if name:  # the others are multiplied by zero
             loss_fn = _multiplied(loss_fn, lambda one: float(one == name))
         if not isinstance(loss_fn, (Coupled, InPieces)):
             loss_fn = _filled(loss_fn)
-        # At once: they are made before one is written to.
-        batches = [to_device(one, self.device) for one in copies_of(self.splittable, self.dtype).materialise(parts)]
-        for part, batch in zip(parts, batches, strict=True):
-            if self.splittable.collate is None:
-                alone = Splittable([batch], broadcast=self.splittable.broadcast)
-            else:  # whatever collate made of the samples
-                alone = self.splittable.chosen(list(part.samples))
-                alone.collate = lambda _, batch=batch: batch
+        for part in parts:
+            alone = copies_of(self.splittable.chosen(list(part.samples)), self.dtype)
             turns = Turns(self.stand_ins, self.splittable.rows, [part.samples])
             changes = {"loss_fn": loss_fn, "count": count_samples, "batch_norm": "frozen"}
             yield self._run(alone, alone.plan(None), turns, True, (), changes)
@@ -349,12 +319,12 @@ class Rig:
             """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
             turn = turns.turn
             turns.begin()
-            self.visits.restart()
+            self.visits.running.clear()  # which a forward that failed leaves behind
             if fresh or turn == 0:
                 self._restore_buffers()
                 self._random.restore()
             with without_modes():  # which would take a copy for one of the loss's operations
-                goes_on = turn > 0 and self.stand_ins is not None and self.stand_ins.drawn is not None
+                goes_on = turn > 0 and self.stand_ins.drawn is not None
                 self.effects.restore(carries if turn else (), generators=not goes_on)
 
         # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
@@ -362,8 +332,7 @@ class Rig:
             self.task, splittable=turns.collated(splittable),
             settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
         )  # fmt: skip
-        own = self.stand_ins
-        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=own is None or own.repeats)
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=self.stand_ins.repeats)
         if isinstance(self.task.loss_fn, OverTime):  # every run begins with state(model, batch)
             self.task.loss_fn.carried = None
         for parameter in self.parameters:
@@ -372,16 +341,15 @@ class Rig:
         self._random.restore()  # from which the seed of masks is drawn
         if splittable.collate is not None:  # which may have generators of its own
             self.effects.restore()
-        with own or contextlib.nullcontext():
+        with self.stand_ins:
             weights, sums = run_pass(task, parts, self.parameters, Progress())
-        gradients = [_dense(parameter.grad) for parameter in self.parameters]
         counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
         if weights.is_empty or (not sums.terms and not any(counts.values())):
             raise CountError(
                 "the count of the batch is 0, so there is no gradient to compare; expected a batch with something to "
                 "learn from"
             )
-        return Outcome(values_of(sums), counts, gradients)
+        return Outcome(values_of(sums), counts, kept_of(self.parameters))
 
     @contextlib.contextmanager
     def rounded(self, unit: float) -> Iterator[None]:
@@ -455,13 +423,6 @@ class Case:
             errors.append(outcome.error(comparison.whole, norm))
         if max(errors) <= self.tolerance:
             comparison.error = max(errors)
-
-
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:

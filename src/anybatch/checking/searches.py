@@ -2,36 +2,42 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch.batch.batches import Splittable
+from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
-from anybatch.batch.trees import leaves
+from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.averages import Averages, does_not_add_up
 from anybatch.checking.causes import more, reason
-from anybatch.checking.collated import Draws, padded_or_drawn
 from anybatch.checking.cuts import placed_one_by_one
-from anybatch.checking.gradients import Comparison, Outcome, distance
-from anybatch.checking.meeting import meets
+from anybatch.checking.gradients import Comparison, Outcome, distance, less
 from anybatch.checking.reach import optimized_by, parameters_of
-from anybatch.checking.rig import Case, muted, scaled
+from anybatch.checking.rig import Case, in_place_of, muted, scaled, with_each
 from anybatch.checking.standins import Turns
 from anybatch.checking.state import shown_iterators
-from anybatch.checking.visits import Recording, culprits, gets_different_inputs
+from anybatch.checking.visits import ROUNDINGS, Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
 from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import InPieces, LossFunction
 from anybatch.loss.sequence import OverTime
 from anybatch.records.certificates import Reason
+from anybatch.records.means import Mean
+from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import same
 from anybatch.update.passes import Task
 
-_ROUNDINGS = 3  # of every weight, which may be as far off as those in the parts
 _MOST_MODULES = 5  # that are named
+_LEAST = 4  # samples, of which two can change places in each half
+_TURNED: Callable[[list[int]], list[int]] = lambda places: [*places[1:], places[0]]  # noqa: E731
+_BACKWARDS: Callable[[list[int]], list[int]] = lambda places: places[::-1]  # noqa: E731
+OTHERS = "numpy or Python"  # what draws numbers for which nothing can stand in, also a generator of the user's own
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
 
 
@@ -112,7 +118,7 @@ def _moving(case: Case, _: Comparison) -> list[Reason]:
     errors = [case.rig.run().error(first) for _ in range(2)]
     differs = any(case.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
     if case.rig.has_drawn() and (differs or case.rig.draws_by_size()):
-        met = meets(case)
+        met = _meets(case)
         return [reason("drawn together") if met else reason("not held", "loss", {"meet": met})]
     where, what = shown_iterators(case.rig.effects.found())
     return [reason("moves", where, {"moves": True}, what=what)] if differs else []
@@ -121,7 +127,8 @@ def _moving(case: Case, _: Comparison) -> list[Reason]:
 def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     """Says of each loss that does not add up why not, and tries the counts that help."""
     averages = Averages(case)
-    found = {name: averages.find(name) for name in comparison.wrong_losses(case.tolerance)}
+    wrong = [name for name in comparison.whole.losses if comparison.loss_error(name) > case.tolerance]
+    found = {name: averages.find(name) for name in wrong or comparison.whole.losses}
     counts = {name: candidate for name, (_, candidate) in found.items() if candidate is not None}
     line = (averages.line(counts),) if counts else ()
     reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]
@@ -155,12 +162,14 @@ def _backward(case: Case, _: Comparison) -> list[Reason]:
     """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
     rig = case.rig
     half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
-    half.gradients = [None if gradient is None else 2 * gradient for gradient in half.gradients]
+    half.gradients = {key: 2 * gradient for key, gradient in half.gradients.items()}
     error = half.error(case.whole)
     if error <= case.tolerance:
         return []
-    pairs = zip(rig.names, half.gradients, case.whole.gradients, strict=True)
-    wrong = [name for name, one, other in pairs if distance([one], [other]) > case.tolerance * distance([other])]
+    ones, others, wrong = half.gradients, case.whole.gradients, list[str]()
+    for name, one in zip(rig.names, rig.parameters, strict=True):
+        if distance(ones, others, of=[one]) > case.tolerance * distance(others, of=[one]):
+            wrong.append(name)
     module = wrong[-1].rpartition(".")[0] if wrong else ""
     shown = f"the result of `{module}`" if module else f"parameter `{wrong[-1]}`" if wrong else "the model"
     evidence = {"error": error, "parameters": wrong[:20]}
@@ -175,15 +184,19 @@ def _padding(case: Case, comparison: Comparison) -> list[Reason]:
     own, stand_ins = case.rig.splittable, case.rig.stand_ins
     if own.collate is None:
         return []
-    draws = Draws(case.rig.effects, stand_ins)
-    with stand_ins or nullcontext():  # as the whole batch was made: in the same precision, of the same numbers
+    effects, draws = case.rig.effects, stand_ins.draws
+    before, random, generators = dict(draws), RandomState(), effects.generators()
+    draws.clear()
+    with stand_ins:  # as the whole batch was made: in the same precision, of the same numbers
         padded = joined(Turns(stand_ins, own.rows, [range(own.rows)]).collated(own))
-    drawn = draws.met()
+    orders = {draw.operation for draw in draws} <= {"randperm"}
+    others = random.moved()[1] or not same(generators, effects.generators())
+    draws.update(before)
     if padded is None:
         return []
     splits = case.rig.splits(padded)
     if case.is_exact(splits=splits, splittable=padded):
-        return padded_or_drawn(case, comparison, padded, splits, drawn)
+        return _padded_or_drawn(case, comparison, padded, splits, orders=orders, others=others)
     case.rig.task, case.splits = replace(case.rig.task, splittable=padded, micro_batch_size=None), splits
     return []
 
@@ -196,7 +209,7 @@ def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
     rounded = whole
     if case.unit:
         with rig.rounded(case.unit), rig.visits.recording(whole.samples) as rounded:
-            rounding = _ROUNDINGS * rig.run().error(ran)
+            rounding = ROUNDINGS * rig.run().error(ran)
         if comparison.error <= rounding:
             return [reason("rounding", evidence={"error": comparison.error, "rounding": rounding})]
     for split in case.splits:
@@ -205,10 +218,10 @@ def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
             with rig.visits.recording(part.samples) as recording:
                 next(alone)
             parts.append(recording)
-    found = culprits(whole, parts, case.tolerance, rounded, _ROUNDINGS)
+    found = culprits(whole, parts, case.tolerance, rounded)
     if found:
         return [_mixing(case, *one, whole) for one in list(found.items())[:_MOST_MODULES]]
-    if "" in rig.modules and gets_different_inputs(whole, parts, "", case.tolerance):
+    if "" in rig.modules and gets_different_inputs(whole, parts, case.tolerance):
         return [reason("mixed before", model=type(rig.task.model).__name__)]
     return []
 
@@ -352,3 +365,114 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
     cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
     return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
+
+
+def _padded_or_drawn(
+    case: Case, comparison: Comparison, padded: Splittable, splits: Sequence[Sequence[Part]], *, orders: bool,
+    others: bool,
+) -> list[Reason]:  # fmt: skip
+    """Tells the length of the padding from what else ``collate`` does with samples, where one of them is the cause."""
+    for is_left in (False, True):
+        held = case.compared(splits=splits, splittable=_as_long_as_own(case.rig.splittable, padded, is_left))
+        if held.error <= case.tolerance:
+            if not others:
+                # Other draws of torch are of samples, though they may be other ones where the padding is longer.
+                return [reason("collated together", "collate")] if orders else [reason("padding")]
+            met = _meets(case)
+            if met is not False:
+                return [reason("drawn together") if met else reason("not held", "collate", {"meet": None})]
+            # The same numbers are all there is to it.
+            comparison.each, comparison.error = held.each, held.error
+            case.notes.append(reason("drawn", "collate", {"operations": [OTHERS]}, shown=["`collate`"]))
+            return []
+    return [reason("padding")]
+
+
+def _as_long_as_own(samples: Splittable, padded: Splittable, is_left: bool) -> Splittable:
+    """The rows of a padded batch, each part as long as that of its own samples, with the numbers of the whole."""
+    raw, collate = samples.whole(), samples.collate
+
+    def cut(chosen: list[int]) -> Any:
+        own = padded.chosen(chosen).whole()
+        lengths = flat(collate([raw[row] for row in chosen]))  # type: ignore[misc]
+        return like(own, [_shortened(*pair, is_left) for pair in zip(flat(own), lengths, strict=True)])
+
+    return Splittable([list(range(padded.rows))], collate=cut)
+
+
+def _shortened(leaf: Any, other: Any, is_left: bool) -> Any:
+    """A leaf of the lengths of another."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor) or leaf.dim() != other.dim():
+        return leaf
+    for dim, (size, wanted) in enumerate(zip(leaf.shape, other.shape, strict=True)):
+        if dim and wanted < size:
+            leaf = leaf.narrow(dim, size - wanted if is_left else 0, wanted)
+    return leaf
+
+
+def _meets(case: Case) -> bool | None:
+    """Whether samples meet others by random numbers that nothing can stand in for; ``None`` where that can't be told.
+
+    Such numbers belong to the places in the batch, so that a split, in which a sample has another place, can't be
+    compared with the whole. Instead, whole batches are compared with one another, from the same random state: with the
+    samples of one half in another order, with those of the other half, and with both. Where no sample meets one of the
+    other half, what the two changes do to the sum over all items adds up, whatever is drawn for each place, or once for
+    the batch.
+    """
+    if case.rig.splittable.rows < _LEAST or isinstance(case.rig.task.loss_fn, (Coupled, InPieces)):
+        return None
+    found = [_interact(case, step) for step in (_TURNED, _BACKWARDS)]
+    with case.rig.drawn_on():  # they may meet none of the other half by chance
+        found.append(_interact(case, _TURNED))
+    return None if None in found else any(found)
+
+
+def _interact(case: Case, ordered: Callable[[list[int]], list[int]]) -> bool | None:
+    """Whether it matters for one half of the samples in which order the other is."""
+    order = list(range(case.rig.splittable.rows))
+    half = len(order) // 2  # the first, so that numbers that are drawn for one sample after the other stay
+    one, two = (dict(zip(places, ordered(places), strict=True)) for places in (order[:half], order[half:]))
+    runs = [_in_order(case, [moved.get(place, place) for place in order]) for moved in ({}, one, two, one | two)]
+    (whole, ends), *others = runs
+    if not all(same(ends, end) for _, end in others):
+        return None  # how much is drawn depends on what is in the samples, so that others get other numbers
+    first, second, both = (less(one.gradients, whole.gradients) for one, _ in others)
+    scale = max(whole.norm, *(distance(one) for one in (first, second, both)))
+    error = distance(less(both, first), second)
+    return error > case.tolerance * scale if math.isfinite(error) and math.isfinite(scale) else None
+
+
+def _in_order(case: Case, order: list[int]) -> tuple[Outcome, list[Any]]:
+    """What all samples give in an order, and the random states at the end of ``collate`` and of the run."""
+    rig, ends = case.rig, list[Any]()
+    samples = rig.splittable.chosen(order)
+
+    def ended() -> None:
+        ends.append((RandomState([rig.device]).state_dict(), rig.effects.generators()))
+
+    if (collate := samples.collate) is not None:  # after which the states are put back
+
+        def collated(raw: list[Any]) -> Any:
+            batch = collate(raw)
+            ended()
+            return batch
+
+        samples.collate = collated
+    found = rig.run(splittable=samples, loss_fn=_totals(rig.task), count=count_samples)
+    ended()
+    return found, ends
+
+
+def _totals(task: Task) -> LossFunction:
+    """The losses of a task as sums over the items that they are means of."""
+    count, by_name = task.count, dict[str, Any]()  # the counts of the batch that runs
+
+    def counted(model: Any, batch: Any) -> Any:
+        own = count if isinstance(count, Mapping) else {"": count}
+        by_name.update({name: one(batch) if callable(one) else 1 for name, one in own.items()})
+        return task.loss_fn(model, batch)
+
+    def total(name: str, loss: Any) -> Any:
+        return loss.total if isinstance(loss, Mean) else loss * by_name.get(name, by_name.get("", 1))
+
+    return with_each(in_place_of(task.loss_fn, counted), total)

@@ -74,8 +74,7 @@ class State:
     def note(self, *, ahead: bool = False) -> Reason | None:
         """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does.
 
-        Args:
-            ahead: whether only values count that it has not had yet.
+        Only values that it has not had yet count if it looks ``ahead``.
         """
         self._case.attempt(self._parts, carries=self._changed)
         counted = (one for one in self._changed if isinstance(one.after, int) and one.again() != one.after)

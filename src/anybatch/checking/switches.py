@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from anybatch.batch.layout import Constant, Rows
-from anybatch.checking.reach import is_empty
+from anybatch.checking.reach import variables_of
 from anybatch.tensors.modules import modules_of
-from anybatch.tensors.sideeffects import names_in
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS = (int, float)
@@ -68,9 +67,6 @@ class Switches:
         """Whether a value is another than the last time, as often as its changes are a power of two.
 
         The modules of a large model take a millisecond to look at, so that later this is not done in each step.
-
-        Args:
-            nodes: the leaves of the batch, of which those count that are not of its samples.
 
         Example:
             >>> switches, phase = Switches(), {"epoch": 0}
@@ -211,18 +207,10 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
         yield from _attributes(function.__self__, _numbered(type(function.__self__), known), known)
         yield from _of(function.__func__, depth, known)
     elif inspect.isfunction(function):
-        code, around = function.__code__, function.__globals__
         if depth <= 0 or function in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         known.add(function)
-        reached = {}
-        for one in names_in(code):
-            if one in around:
-                reached[one] = around[one]
-        for one, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if not is_empty(cell):
-                reached[one] = cell.cell_contents
-        yield from _inside(_numbered(code, known), [*reached.items()], depth, known)
+        yield from _inside(_numbered(function.__code__, known), [*variables_of(function).items()], depth, known)
     else:
         yield from _attributes(function, _numbered(type(function), known), known)
         if inspect.isfunction(call := vars(type(function)).get("__call__")):

@@ -12,15 +12,15 @@ from dataclasses import replace
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import explained, reason
 from anybatch.checking.cuts import Cut, Cuts
-from anybatch.checking.proof import CERTAIN, SMALL, until_crossed, with_note
+from anybatch.checking.gradients import distance
+from anybatch.checking.proof import CERTAIN, SMALL, until_crossed
 from anybatch.checking.proving import Split
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import StandIns
 from anybatch.checking.trial import Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
-from anybatch.records.certificates import Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
@@ -38,7 +38,7 @@ def prove_together(split: Split) -> tuple[Proof, Reason | None]:
             try:
                 proof, why = _compared(trial, split)
                 if task.cut_of_time is not None:  # each chunk gathers the weights, on all ranks at once
-                    proof = with_note(proof, "where time is cut was not compared, since the model lies in parts")
+                    proof = proof.with_note("where time is cut was not compared, since the model lies in parts")
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
@@ -64,20 +64,20 @@ def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
     in_parts = trial.run(cut, None if cut is None else cut.parts, numbers, bounds=of_parts)
     heard = reducer.hear(
         {
-            "distance": in_parts.gradient.distance(whole.gradient) ** 2,
-            "scale": whole.gradient.distance() ** 2,
+            "distance": distance(in_parts.gradient, whole.gradient) ** 2,
+            "scale": distance(whole.gradient) ** 2,
             "sizes": [] if cut is None else list(cut.sizes),
             "draws": in_parts.drew_torch or in_parts.drew_others,
             "bound": "" if cut is None else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)),
         }
     )
     sizes: list[int] = next((one["sizes"] for one in heard if one["sizes"]), [])
-    distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
+    off, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
     if not sizes or not scale:
         return Proof("undecided", note=_NO_CUT), None
     leaves, draws = (*trial.parameters, *reducer.known_leaves(trial.parameters)), any(one["draws"] for one in heard)
     difference = trial.judged(
-        Cut(split.task.splittable, tuple(sizes)), leaves, distance / scale, in_parts.value_error(whole), draws=draws
+        Cut(split.task.splittable, tuple(sizes)), leaves, off / scale, in_parts.value_error(whole), draws=draws
     )
     error, proof = difference.error, difference.proof("exact", "comparison")
     if difference.is_none:

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part
 from anybatch.checking.cuts import Cut
-from anybatch.checking.gradients import Sketch, relative
+from anybatch.checking.gradients import Kept, distance, kept_of, relative
 from anybatch.checking.proving import Split
-from anybatch.checking.reach import OwnOptimizers, parameters_of, reached_by
 from anybatch.checking.reach import modules_of as reached_modules
+from anybatch.checking.reach import own_optimizers_put_back, parameters_of, reached_by
 from anybatch.checking.rig import announced, is_flag, scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
@@ -30,8 +30,7 @@ from anybatch.loss.weights import FORWARD
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
-from anybatch.records.certificates import Certificate, Reason
-from anybatch.records.proofs import Proof
+from anybatch.records.certificates import Certificate, Proof, Reason
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
@@ -116,7 +115,7 @@ class _Hooks(TorchFunctionMode):
 class Ran(NamedTuple):
     """What a run gave: the gradient, the leaves that have one, the losses, and which random numbers were drawn."""
 
-    gradient: Sketch
+    gradient: Kept
     leaves: list[torch.Tensor]
     losses: dict[str, float]
     drew_torch: bool
@@ -161,16 +160,11 @@ class Trial:
         self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self.effects = SideEffects([*self._modules, *functions], tensors=False)
-        self._own_optimizers = OwnOptimizers(task.model, of_loss)
+        self._own_optimizers = partial(own_optimizers_put_back, task.model, of_loss)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
 
     def difference(self, cut: Cut, *, in_single: bool) -> Difference:
-        """Runs a cut whole and in parts.
-
-        Args:
-            cut: the samples.
-            in_single: whether what is of low precision is computed in float32.
-        """
+        """Runs a cut whole and in parts; ``in_single`` what is of low precision is computed in float32."""
         wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
@@ -209,7 +203,7 @@ class Trial:
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, other.leaves))
         counted = [one for one in [*whole.leaves, *other.leaves] if id(one) in lasting]
-        off, norm = other.gradient.distance(whole.gradient, of=counted), whole.gradient.distance(of=counted)
+        off, norm = distance(other.gradient, whole.gradient, of=counted), distance(whole.gradient, of=counted)
         found = self.judged(
             cut, counted, relative(off, norm), other.value_error(whole), draws=draws, in_single=in_single
         )
@@ -282,16 +276,8 @@ class Trial:
         self.room = max(self.room, most)
         return most
 
-    def in_room(self) -> AbstractContextManager[Any]:
-        """Stops, under a plan, what takes more than some samples have taken with their gradient."""
-        return Recording(limit=self.room) if self._task.is_planned else contextlib.nullcontext()
-
     def fitting(self, part: Part, most: int) -> tuple[int, int]:
-        """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
-
-        Args:
-            part: one of the full size, which is measured.
-        """
+        """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it."""
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
         most_of_one = self._measured(alone)
         room = most_of_one if self._task.is_planned else max(most_of_one, _FREE)
@@ -302,9 +288,6 @@ class Trial:
 
     def of_losses_beside(self, cut: Cut, room: int | None = None) -> Difference | None:
         """The same of whole micro-batches, for which a plan has the room of the gradients, or of fewer with theirs.
-
-        Args:
-            room: bytes that they may take; ``None`` for what a plan has room for.
 
         Returns:
             The first difference that a cut makes, or the last one; ``None`` where numbers are drawn that nothing stands
@@ -375,11 +358,7 @@ class Trial:
         differentiate: bool = True,
         bounds: Bounds | None = None,
     ) -> Ran:
-        """Runs a cut in parts, as a logical batch over the processes that this trial is made with.
-
-        Args:
-            cut: the samples of this process; ``None`` for none.
-        """
+        """Runs a cut in parts, or none, as a logical batch over the processes that this trial is made with."""
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
         is_of_no_sample = numbers is None or numbers.held.constant
@@ -409,12 +388,8 @@ class Trial:
             self._changers.update(() if outside is None else outside.functions)
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
-                return Ran(Sketch(leaves), leaves, values_of(sums), *self._moved())
-
-    def _moved(self) -> tuple[bool, bool]:
-        """Whether generators of torch have moved, and whether others have; the user's own included."""
-        (of_torch, others), (own_of_torch, own_others) = self._random.moved(), self.effects.drew()
-        return of_torch or own_of_torch, others or own_others
+                moved = (any(both) for both in zip(self._random.moved(), self.effects.drew(), strict=True))
+                return Ran(kept_of(leaves), leaves, values_of(sums), *moved)
 
     @contextlib.contextmanager
     def undisturbed(
@@ -437,7 +412,7 @@ class Trial:
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
-            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers.put_back():
+            with seen, written or bounds or numbers or contextlib.nullcontext(), self._own_optimizers():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:

@@ -1,14 +1,22 @@
-"""What every module got and gave, sample by sample, so that the module that mixes samples can be named."""
+"""What every module got and gave, sample by sample, so that the module that mixes samples can be named.
+
+And from where a model is called.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.trees import leaves
 from anybatch.tensors.graph import in_backward
+from anybatch.torch_private import has_compiled
+
+ROUNDINGS = 3  # of every weight, which may be as far off as those in the parts
 
 
 class Print(NamedTuple):
@@ -40,7 +48,7 @@ class Visits:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
-        self._stack: list[tuple[str, list[Print]]] = []
+        self.running: list[tuple[str, list[Print]]] = []
         self._recording: Recording | None = None
 
     def attached(self) -> ExitStack:
@@ -49,18 +57,14 @@ class Visits:
         for name, module in self._modules.items():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 continue
-            before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+            before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             handles.callback(before.remove)
             handles.callback(module.register_forward_hook(self._leave, always_call=True).remove)
         return handles
 
     def where(self) -> str:
         """The name of the innermost module that is running, ``"loss"`` outside of all modules."""
-        return self._stack[-1][0] if self._stack else "loss"
-
-    def restart(self) -> None:
-        """Forgets what was running, as a forward that failed leaves it behind."""
-        self._stack.clear()
+        return self.running[-1][0] if self.running else "loss"
 
     @contextmanager
     def recording(self, samples: Sequence[int]) -> Iterator[Recording]:
@@ -77,17 +81,14 @@ class Visits:
         rows, tensors = len(self._recording.samples), (one for _, _, one in leaves(value))
         return [_print(one.detach(), rows) for one in tensors if getattr(one, "layout", None) is torch.strided]
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: Any, args: Any, kwargs: Any) -> None:
-            if not in_backward():  # where a checkpoint recomputes
-                self._stack.append((name, self._prints((args, kwargs))))
-
-        return enter
+    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        if not in_backward():  # where a checkpoint recomputes
+            self.running.append((name, self._prints((args, kwargs))))
 
     def _leave(self, module: Any, args: Any, result: Any) -> None:
-        if in_backward() or not self._stack:
+        if in_backward() or not self.running:
             return
-        name, got = self._stack.pop()
+        name, got = self.running.pop()
         if self._recording is not None:
             call = sum(1 for other, _ in self._recording.visits if other == name)
             self._recording.visits[name, call] = Visit(got, self._prints(result))
@@ -103,14 +104,11 @@ def _print(tensor: torch.Tensor, rows: int) -> Print:
     return Print(tuple(tensor.shape), along)
 
 
-def culprits(
-    whole: Recording, parts: Sequence[Recording], tolerance: float, rounded: Recording, times: float
-) -> dict[str, float]:
+def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float, rounded: Recording) -> dict[str, float]:
     """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
 
     Args:
         rounded: the whole batch with weights that were rounded; what differs there as much is no coupling.
-        times: how often such a difference is rounding still.
 
     Returns:
         The modules in the order in which they ended, none whose own submodule is one; and the largest difference of a
@@ -119,15 +117,16 @@ def culprits(
     found: dict[str, float] = {}
     for name, turn in whole.visits:
         gave = _largest(whole, parts, (name, turn), "gave")
-        least = max(tolerance, times * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
+        least = max(tolerance, ROUNDINGS * _moved(whole.visits[name, turn], rounded.visits.get((name, turn))))
         if gave > least and not _largest(whole, parts, (name, turn), "got") > tolerance:
             found[name] = max(gave, found.get(name, 0.0))
-    return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
+    outer = {name for name in found for other in found if name != other and (not name or other.startswith(f"{name}."))}
+    return {name: gave for name, gave in found.items() if name not in outer}
 
 
-def gets_different_inputs(whole: Recording, parts: Sequence[Recording], module: str, tolerance: float) -> bool:
-    """Whether a module already gets something else in the parts, so that samples were mixed before it."""
-    return (module, 0) in whole.visits and _largest(whole, parts, (module, 0), "got") > tolerance
+def gets_different_inputs(whole: Recording, parts: Sequence[Recording], tolerance: float) -> bool:
+    """Whether the model already gets something else in the parts, so that samples were mixed before it."""
+    return ("", 0) in whole.visits and _largest(whole, parts, ("", 0), "got") > tolerance
 
 
 def _moved(visit: Visit, other: Visit | None) -> float:
@@ -142,10 +141,6 @@ def _moved(visit: Visit, other: Visit | None) -> float:
         ),
         default=0.0,
     )
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
 def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int], side: str) -> float:
@@ -173,3 +168,25 @@ def _difference(whole: Print, part: Print, dim: int, rows: int, samples: Sequenc
     orders = values.view(rows, times)[chosen].flatten(), values.view(times, rows)[:, chosen].flatten()
     scale = max(largest, torch.finfo(torch.float64).tiny)
     return min(float((part.along[dim][0] - order).abs().max()) for order in orders) / scale
+
+
+@contextmanager
+def callers_seen(model: Any) -> Iterator[Callable[[], bool]]:
+    """Gives what says whether a hook on a model stays outside of all that was compiled; also where nothing was.
+
+    That is seen in the calls of a block in which nothing is compiled. A hook that is compiled with the model takes
+    seconds, and fails under ``fullgraph=True``.
+    """
+    are_inside: list[bool] = []
+
+    def see(*_: Any) -> None:
+        compiler, frame = sys.modules["torch._dynamo.eval_frame"].__file__, sys._getframe()
+        while frame is not None and frame.f_code.co_filename != compiler:
+            frame = frame.f_back  # type: ignore[assignment]
+        are_inside.append(frame is not None)
+
+    with ExitStack() as stack:
+        if has_compiled() and isinstance(model, torch.nn.Module):
+            with suppress(Exception):  # a scripted module takes none; its calls are then not met
+                stack.callback(model.register_forward_pre_hook(see).remove)
+        yield lambda: not has_compiled() or (bool(are_inside) and not any(are_inside))

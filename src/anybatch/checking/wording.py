@@ -1,9 +1,15 @@
-"""How numbers and names are said in the text of a cause."""
+"""How numbers, names and errors are said in the text of a cause, and whose an error is."""
 
 import math
 import string
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
 def how_far(error: float, apart: float = 0.0) -> str:
@@ -28,3 +34,17 @@ TEXT = _Text()
 def listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error in one line, with the user's own line that it came of, where its traceback has one."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    first, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])

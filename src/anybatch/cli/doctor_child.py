@@ -29,6 +29,7 @@ BROKEN = "broken"
 LOST = "lost"
 LEFT = "left"
 PROCESSES = "processes"
+_WHOLE = "all were asked"  # the last line of the process of the questions
 _LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
 _SECONDS = 60.0  # that all probes may take together, in a process of their own
 _ACTIVE_SECONDS = 300.0  # with those that train a copy
@@ -270,7 +271,11 @@ def _apart(answers: Callable[[], Iterable[Any]], limit: float) -> Iterable[Any]:
         os.waitpid(process, 0)
     from anybatch.records.lines import from_line
 
-    facts = [from_line(line) for line in lines]
+    facts = [from_line(line) for line in lines if line != _WHOLE]
+    if lines[-1:] != [_WHOLE]:
+        from anybatch.records.lossfacts import ALL_ASKED, Probed
+
+        facts.append(Probed(probe=ALL_ASKED, detail=f"their process ended, or had to be ended, after {len(facts)}"))
     return [fact for fact in facts if fact is not None]
 
 
@@ -293,9 +298,10 @@ def _in_copy(answers: Callable[[], Iterable[Any]], writing: int) -> NoReturn:
             os.dup2(silence, number)
         torch = sys.modules["torch"]
         torch.set_num_threads(1)  # the threads of this process are not in its copy
-        with open(writing, "w", encoding="utf-8") as file:
+        with open(writing, "w", encoding="utf-8", buffering=1) as file:  # by lines: a crash leaves what came before it
             for fact in answers():
                 file.write(to_line(fact) + "\n")
+            file.write(_WHOLE + "\n")
     except BaseException:  # noqa: BLE001 - a copy ends here whatever happens
         os._exit(1)
     os._exit(0)

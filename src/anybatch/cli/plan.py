@@ -15,8 +15,7 @@ from anybatch.cli.reporting import Outputs, write_whole
 from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
-from anybatch.records.plans import Plan
-from anybatch.records.rankplans import SHARDS, RankPlan, Shard
+from anybatch.records.plans import SHARDS, Plan, RankPlan, Shard
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, read_budget
 

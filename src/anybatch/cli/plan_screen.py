@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from anybatch.records.plans import Plan
-from anybatch.records.rankplans import RankPlan
+from anybatch.records.plans import Plan, RankPlan
 from anybatch.report import frontier
 from anybatch.report.frontier import micro_batches
 from anybatch.report.terminal import Terminal

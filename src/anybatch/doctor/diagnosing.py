@@ -12,9 +12,18 @@ from anybatch.doctor.views.courses import taking_turns, updates
 from anybatch.doctor.views.measures import at
 from anybatch.doctor.views.naming import Located, counted, listed, near
 from anybatch.doctor.views.outcomes import learned_well, outcome
-from anybatch.records.diagnoses import INTERRUPTED, SEVERAL_THREADS, Cell, Diagnosis, Suppressed, Verdict, missing_of
+from anybatch.records.diagnoses import (
+    INTERRUPTED,
+    SEVERAL_THREADS,
+    Cell,
+    Diagnosis,
+    Suppressed,
+    Verdict,
+    missing_of,
+)
 from anybatch.records.events import Backward, Crashed, Ended, Forward, Stepped, ThreadsAtOnce
 from anybatch.records.findings import SEVERITIES, Finding, Severity, is_tested
+from anybatch.records.lossfacts import ALL_ASKED
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import ParameterFacts
@@ -184,6 +193,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
     unexamined = (
         *(["all rules"] if _is_mixed(run) else failed),
         *([SEVERAL_THREADS] if any(run.of(ThreadsAtOnce)) else []),
+        *([ALL_ASKED] if run.answers(ALL_ASKED, "unknown") else []),
         *(["the run"] if ended is not None and ended.failure else []),
     )
     verdict, reason = verdict_on(run, findings, unexamined)
@@ -201,6 +211,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
             *failed.values(),
             *_out_of_sight(run),
             *_of_one_thread(run),
+            *(f"Not all questions were asked: {one.detail} answers." for one in run.answers(ALL_ASKED, "unknown")),
             *policy.unused(_files_of(run), suppressed),
         ),
         unexamined=unexamined,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from anybatch.doctor.ask import leaks
@@ -27,12 +27,16 @@ _PROBES: list[tuple[str, Callable[[Trial, Run, int], Probed]]] = [
 
 
 def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> list[Probed]:
+    """All answers of ``probes``."""
+    return [*probes(doctor, active=active, seconds=seconds)]
+
+
+def probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> Iterator[Probed]:
     """Asks copies of the models of a run what the run itself did not show.
 
     The user's models, gradients and random state are unchanged. A question without a sure answer is answered with
     ``"unknown"`` and the reason; those that come after the time limit get no answer.
     """
-    found: list[Probed] = []
     try:
         until = time.perf_counter() + seconds
         given = dict(getattr(doctor, "last_inputs", None) or {})
@@ -40,14 +44,13 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
         with undisturbed(_reached(doctor, given)):
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
-                found.extend(_of_root(run, root, module, args, kwargs, until))
+                yield from _of_root(run, root, module, args, kwargs, until)
             if (kept := getattr(doctor, "kept", None)) is not None:
-                found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until, active=active))
-    except KeyboardInterrupt:
+                yield from asked(kept, run, {root: one[0] for root, one in given.items()}, until, active=active)
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
         _log.warning("the probes stopped: %s: %s", type(error).__name__, error)
-    return found
 
 
 def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -221,7 +221,7 @@ class Doctor:
         if self._attached:
             self._remove()
             if ask and self._may_ask():
-                for fact in self.answers():
+                for fact in [*self.answers()]:  # nothing is recorded while a copy runs
                     self.emit(fact)
                 self._asked = self._journal.counter.at
 
@@ -442,10 +442,10 @@ class Doctor:
         return self._recording.own + self._samplers.seconds + entered
 
 
-def _answers(doctor: Doctor, *, active: bool, seconds: float) -> Iterable[Fact]:
-    from anybatch.doctor.probing import run_probes  # loads all questions
+def _answers(doctor: Doctor, *, active: bool, seconds: float) -> Iterator[Fact]:
+    from anybatch.doctor.probing import probes  # loads all questions
 
-    return run_probes(doctor, active=active, seconds=seconds)
+    yield from probes(doctor, active=active, seconds=seconds)
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:

@@ -73,9 +73,6 @@ class GradientWatch:
     """Detects a loss that changes the gradients that are accumulated.
 
     It compares ``.grad`` before and after the user's code, for at most about 64 evenly spaced parameters.
-
-    Args:
-        is_alone: whether no other device runs a backward at the same time.
     """
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
@@ -225,12 +222,7 @@ class Accumulation:
                 ) from error
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Moves the sums and gradients of another copy of the model here.
-
-        Args:
-            other: an accumulation of the same logical batch, not closed.
-            pairs: each parameter with its copy; an iterator moves one gradient at a time.
-        """
+        """Moves the sums and gradients of another copy of the model here."""
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
             if self._beside is not None and other._beside is not None:
@@ -403,9 +395,6 @@ def count_in_forward(
     """Counts the items of ``Mean`` s in a forward pass without gradients.
 
     The caller restores random state and buffers afterwards.
-
-    Returns:
-        The counts by the name of the loss, and the number of samples for all other losses.
     """
     raw: list[Any] = []
     places: list[tuple[int, str]] = []

@@ -110,7 +110,8 @@ class Coupled:
     def __call__(self, model: Any, batch: Any) -> Any:
         """Encodes a whole batch and returns its loss, with one graph and without ``row_block``."""
         outputs = self.encode(model, batch)
-        return self.loss_of(model, outputs, batch, slice(0, _rows_of(outputs)))
+        rows = (len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        return self.loss_of(model, outputs, batch, slice(0, next(rows, 0)))
 
     def loss_of(self, model: Any, outputs: Any, batch: Any, rows: slice) -> Any:
         """Calls the user's loss with those of these arguments that it takes."""
@@ -142,20 +143,12 @@ def _arguments_of(loss: Any) -> list[inspect.Parameter]:
         return []
 
 
-def _rows_of(outputs: Any) -> int:
-    return next((len(leaf) for _, _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-
-
 Marks = dict[int, tuple[list[float] | None, float]]
 """By position: the sums of a tensor and of its absolute values, and the relative tolerance."""
 
 
 def marks_of(tensors: Sequence[torch.Tensor | None], *, waits: bool) -> Marks:
-    """The sums by which two runs are compared; ``None`` for a fake tensor.
-
-    Args:
-        waits: whether tensors on other devices than the CPU are looked at, which have to be synchronized for it.
-    """
+    """The sums by which two runs are compared, ``None`` for a fake tensor; on other devices only if it ``waits``."""
     found: Marks = {}
     for position, tensor in enumerate(tensors):
         if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
@@ -214,11 +207,7 @@ def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 class Outputs:
-    """The outputs of micro-batches.
-
-    Args:
-        samples: positions in the logical batch, for each micro-batch.
-    """
+    """The outputs of micro-batches."""
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self._samples = samples
@@ -232,11 +221,7 @@ class Outputs:
         self._is_in_order = self._order == list(range(self.total))
 
     def add(self, outputs: Any) -> list[torch.Tensor | None]:
-        """Adds the outputs of the next micro-batch, detached.
-
-        Returns:
-            Its tensors by position, with their graph; ``None`` for anything else.
-        """
+        """Adds the outputs of the next micro-batch, detached."""
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
         number, labels, found = len(self._parts), [label for label, _ in named], [leaf for _, leaf in named]
         tensors = tensors_of(found)
@@ -391,13 +376,6 @@ class CoupledPass:
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
         """Encodes, computes the loss, and differentiates the encoder.
-
-        Args:
-            again: returns a micro-batch once more, by its index.
-            whole: returns the batch for the loss; over several processes it gets the joint outputs.
-
-        Returns:
-            The sums; gradients are in ``.grad``, scaled if there is a scaler.
 
         Raises:
             LossError: ``encode`` wrote to the batch or gave other outputs when it ran again, or the loss broke its

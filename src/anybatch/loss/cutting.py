@@ -418,11 +418,7 @@ def _changed_in_place() -> LossError:
 
 
 def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor], name: str = "") -> None:
-    """Runs ``torch.autograd.backward``, restricted to the inputs of the running accumulation if it has any.
-
-    Args:
-        name: of the losses, for open cuts; empty if they have none.
-    """
+    """Runs ``torch.autograd.backward``, restricted to the inputs of the running accumulation if it has any."""
     restriction = accumulation.get()
     opened = _open_cuts.get()
     if restriction.outside is not None:

@@ -14,9 +14,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Args:
         gradients: dense tensors of any shapes; with sharded ones this is a collective call.
-
-    Returns:
-        A 0-dim tensor on the device of the first gradient; 0 if there are none.
     """
     sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:
@@ -56,13 +53,10 @@ def _by_kind(gradients: Iterable[torch.Tensor | None]) -> dict[tuple[torch.devic
 
 
 def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clips the gradients in place by their total norm, without a device synchronization.
+    """Clips the gradients in place by their total norm, which it gives, without a device synchronization.
 
     The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``. An infinite
     ``max_norm`` scales nothing.
-
-    Returns:
-        The norm before clipping, a 0-dim tensor.
     """
     gradients = [*map(attrgetter("grad"), parameters)]
     is_plain = {torch.Tensor, NoneType}.issuperset(map(type, gradients))

@@ -106,11 +106,7 @@ class Reducer:
         return [mine]
 
     def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
-        """Micro-batches that count nothing, where each process has to run as many as any other.
-
-        Args:
-            own: gives a micro-batch of this process that is run in any case, ``None`` where there is none.
-        """
+        """Micro-batches that count nothing, where each process has to run as many as any other."""
         return []
 
     def totals(self, local: Mapping[str, float], stage: Stage) -> dict[str, float]:

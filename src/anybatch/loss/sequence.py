@@ -190,11 +190,7 @@ class OverTime(InPieces):
         yield from sequences.back(length or sequences.affordable_length(), exact=self.mode == "exact")
 
     def cut_of(self, batch: Any, chosen: int | None) -> tuple[int, float] | None:
-        """The steps in a chunk and in a batch, infinite if not known; ``None`` where all steps are in one chunk.
-
-        Args:
-            chosen: the length that a plan has chosen.
-        """
+        """The steps in a chunk and in a batch, infinite if not known; ``None`` where all steps are in one chunk."""
         given = self.chunk if self.mode == "truncated" else chosen or self.chunk
         is_unknown = given is None and self.prepare is not None  # which may put the time elsewhere
         try:
@@ -223,11 +219,7 @@ _Pair = tuple[Any, tuple[Any, ...]]
 
 
 class _Sequences:
-    """One micro-batch of sequences, gone through chunk by chunk.
-
-    Args:
-        is_alone: whether it is all that is asked for, and no micro-batch.
-    """
+    """One micro-batch of sequences, gone through chunk by chunk."""
 
     def __init__(self, loss: OverTime, model: Any, batch: Any, place: Place, *, is_alone: bool = False) -> None:
         self._loss, self._model, self._given, self._place, self._is_alone = loss, model, batch, place, is_alone
@@ -263,11 +255,7 @@ class _Sequences:
         return self._call.looking_back() if self._count > 1 else contextlib.nullcontext()
 
     def back(self, length: int, *, exact: bool) -> Iterator[Piece]:
-        """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
-
-        Args:
-            exact: whether gradients go from chunk to chunk; else none goes to the one before.
-        """
+        """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for."""
         self._cut(length)
         origin = self._initial()
         with contextlib.ExitStack() as upstream, self._looking_back():
@@ -397,11 +385,7 @@ class _Sequences:
         return joined(ends[::-1], self._dims.of(ends[-1], self._rows)) if ends else state
 
     def _end(self, carried: _Pair, given: Any) -> Generator[Piece, None, tuple[Any, Gradients]]:
-        """Gives the loss on the last states, and keeps these for the next batch.
-
-        Returns:
-            The last states, and their gradients.
-        """
+        """Gives the loss on the last states, which it returns with their gradients and keeps for the next batch."""
         if not self._wants_ends:
             return None, []
         final = self._final(carried)

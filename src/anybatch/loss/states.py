@@ -269,10 +269,6 @@ class RowDims:
 
     It is the first dimension of as many sequences as there are, but for ``[layers, rows, width]`` of the recurrent
     layers of torch. It is decided at the first states, where no sequence has ended yet.
-
-    Args:
-        given: what the user says, for all tensors; ``None`` to find it.
-        known: what was found for earlier batches, by the number of leaves and their position.
     """
 
     def __init__(
@@ -415,11 +411,7 @@ class ChunkCall:
         self.draws: bool | None = None
 
     def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:
-        """Runs a chunk.
-
-        Args:
-            looks: whether to find out if that function draws random numbers.
-        """
+        """Runs a chunk; if it ``looks``, it finds out whether a loss that is a function draws random numbers."""
         watched = tensors_of(state)
         given, batch = Writes(watched), Writes(self._batch)
         with in_place_explained("the state that chunk_loss was given"):

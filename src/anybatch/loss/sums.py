@@ -13,11 +13,7 @@ from anybatch.records.means import Mean
 
 
 def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Checks that the metrics of a micro-batch can be joined, and detaches them.
-
-    Args:
-        before: the checked metrics of the micro-batch before, ``None`` for the first.
-    """
+    """Checks that the metrics of a micro-batch can be joined, and detaches them."""
     checked = {str(name): _checked(str(name), value, rows) for name, value in metrics.items()}
     if before is not None:
         kinds, usual = ({name: _kind(value) for name, value in found.items()} for found in (checked, before))
@@ -69,9 +65,6 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
 
     Args:
         order: the position of each sample in the logical batch, in the order in which samples ran.
-
-    Returns:
-        The values of ``Mean`` s as floats; other metrics as tensors with one row per sample, in the order of the batch.
     """
     joined: dict[str, Any] = {}
     for name in found[0] if found else ():

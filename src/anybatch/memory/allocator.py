@@ -136,7 +136,9 @@ class CachingAllocator:
         is_small = size <= SMALL
         block = self._found(size, (is_small, stream)) or self._grown(size, is_small, stream)
         self._remove(block)
-        self._split(block, size)
+        rest = block.size - size
+        if rest >= ROUND if block.is_small or self._expandable else rest > SMALL:
+            self._add(self._cut(block, size))
         block.is_used = True
         self._taken[name] = block
         self.allocated += block.size
@@ -250,11 +252,6 @@ class CachingAllocator:
         self.reserved -= block.size
         block.is_mapped = False
         self._join(block)
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = block.size - size
-        if rest >= ROUND if block.is_small or self._expandable else rest > SMALL:
-            self._add(self._cut(block, size))
 
     @staticmethod
     def _cut(block: _Block, size: int) -> _Block:

@@ -24,11 +24,6 @@ def apply_optimizations(
 ) -> Applied:
     """Applies memory optimizations to a model.
 
-    Args:
-        offload: names of blocks whose saved tensors go to the host, see ``offload``; of a block that is recomputed as
-            well these are its arguments.
-        loss_chunks: how many chunks; 1 leaves the loss as it is.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))
         >>> with apply_optimizations(model, recompute=["0:2"], head="2", loss_chunks=4) as applied:

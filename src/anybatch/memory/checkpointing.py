@@ -398,11 +398,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 class Contents:
-    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied.
-
-    Args:
-        values: objects that may be changed by what they are given to, such as a cache of keys and values.
-    """
+    """What some objects hold now, a few levels deep; the objects, tensors and modules themselves are not copied."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._noted: list[tuple[Any, Any, type]] = []
@@ -469,13 +465,8 @@ def differences_named() -> Iterator[None]:
     except CheckpointError as error:
         if not _last_run:
             raise
-        raise _differs(*_last_run[0], how=_said(error)) from error
-
-
-def _said(error: CheckpointError) -> str:
-    """torch's message, without its hints for debugging."""
-    text = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]
-    return " ".join(text.split()).rstrip(". ")
+        said = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]  # without hints for debugging
+        raise _differs(*_last_run[0], how=" ".join(said.split()).rstrip(". ")) from error
 
 
 def _differs(title: str, name: str, how: str) -> NotRecomputable:

@@ -146,7 +146,7 @@ class Product:
         self.head = head
         self.is_taken = False
         self._result: torch.Tensor | None = None
-        self._views: list[weakref.ref[LazyLogits]] = []
+        self.views: list[weakref.ref[LazyLogits]] = []
 
     def _now(self) -> list[int]:
         return [t._version for t in (self.hidden, self.weight, self.bias) if t is not None]
@@ -173,15 +173,6 @@ class Product:
                 self._result = F.linear(self.hidden, self.weight, self.bias)
             self.head.computed += 1
         return self._result
-
-    def add_view(self, view: "LazyLogits") -> None:
-        """Notes what was made from the result."""
-        self._views.append(weakref.ref(view))
-
-    def fix_views(self) -> None:
-        """Computes everything that was made from the result, before it is written to."""
-        for view in [found for ref in self._views if (found := ref()) is not None]:
-            view.materialised()
 
 
 class LazyLogits(torch.Tensor):
@@ -259,7 +250,7 @@ def _made(
     lazy = make()
     if product.with_gradient and torch.is_grad_enabled():
         lazy = _StandIn.apply(make, class_dim, casts, product, rows, product.weight, product.bias)  # type: ignore[no-untyped-call]
-    product.add_view(lazy)
+    product.views.append(weakref.ref(lazy))
     return lazy
 
 
@@ -297,7 +288,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     if is_in_place or name in ("__setitem__", "__set__") or "out" in kwargs:
         for lazy in (arg for arg in args if isinstance(arg, LazyLogits)):
-            lazy.product.fix_views()
+            for view in [found for ref in lazy.product.views if (found := ref()) is not None]:
+                view.materialised()  # what was made from the result, before that is written to
     return func(*_numbers(args), **_numbers(kwargs))
 
 

@@ -323,10 +323,6 @@ class Recording(Mode):
         allocation.here += is_here
         self._alive[key] = (weakref.ref(holder, self._forgetting(key, allocation, is_here=is_here)), allocation)
 
-    def made_by_operations(self, tensor: torch.Tensor) -> Allocation | None:
-        """The allocation of what was not there before the first operation."""
-        return next((one for one in self.allocations_of([tensor]) if one.born != BEFORE and one.size), None)
-
     def _forgetting(self, key: int, allocation: Allocation, *, is_here: bool) -> Callable[[object], None]:
         # A cycle would leave the weak references to the collector of garbage; Python 3.11 crashes if it takes them
         # while the storage that they refer to is going.

@@ -1,5 +1,6 @@
 """Activations wait in host memory between the forward and the backward, in copies that overlap with computation."""
 
+import operator
 import threading
 import weakref
 from collections import defaultdict
@@ -170,18 +171,6 @@ def offload(
     return Handle([place.put_on(traffic) for place in places])
 
 
-def _stay(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()  # the tensor itself may be the result of the node that saves it, which would be a cycle
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _unpack(bring: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return bring()
-
-
 class _Traffic:
     """The layer around each of the blocks, and what their calls have on the host."""
 
@@ -198,9 +187,10 @@ class _Traffic:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return inner(*args, **kwargs)
         if in_backward():  # an outer block is recomputed: its tensors are needed at once, but are not that block's own
-            with saved_tensors_hooks(_stay, _same):
+            # Detached, since a tensor may be the result of the node that saves it, which would be a cycle.
+            with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
                 return inner(*args, **kwargs)
-        with saved_tensors_hooks(_Call(self).pack, _unpack):
+        with saved_tensors_hooks(_Call(self).pack, operator.call):
             return inner(*args, **kwargs)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
@@ -241,7 +231,8 @@ class _Call:
             self._has_sent, self._earlier, traffic.latest = True, traffic.latest, weakref.ref(self)
         entry.share()
         view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if part is None else None
-        return partial(self._bring, entry, view, _changes_of(tensor))
+        owners = [tensor] if tensor._base is None else [tensor, tensor._base]
+        return partial(self._bring, entry, view, [(weakref.ref(owner), owner._version) for owner in owners])
 
     def _bring(self, entry: "_Entry", view: Any, changes: list[tuple[weakref.ref[torch.Tensor], int]]) -> torch.Tensor:
         """Brings a tensor back; the first time also asks for all of this call, and of the one before it."""
@@ -329,12 +320,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
             tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
         )
     )
-
-
-def _changes_of(tensor: torch.Tensor) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-    """What tells later whether a tensor was changed in place, without holding its memory."""
-    owners = [tensor] if tensor._base is None else [tensor, tensor._base]
-    return [(weakref.ref(owner), owner._version) for owner in owners]
 
 
 def _changed() -> RuntimeError:

@@ -44,12 +44,7 @@ class Handle(ExitStack):
 
 
 class Layered:
-    """A forward with a layer around it.
-
-    Args:
-        forward: what is called in the end.
-        layer: around it; ``None`` once it was taken off, so that one who kept this calls the forward itself.
-    """
+    """A forward with a layer around it, ``None`` once it was taken off: who kept this calls the forward itself then."""
 
     __slots__ = ("__wrapped__", "layer")
 
@@ -175,9 +170,6 @@ def places_of(model: torch.nn.Module, names: Iterable[str]) -> list[Place]:
     Args:
         names: dotted names such as ``"encoder.layers.3"``, or runs of children of a Sequential: ``"net.2:5"`` are its
             children 2, 3 and 4, and ``"2:5"`` those of a model that is the Sequential itself.
-
-    Returns:
-        The parts in the order of the names; a module that has several names is there once.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))

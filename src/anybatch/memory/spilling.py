@@ -16,17 +16,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.accelerators import free_bytes
-from anybatch.memory.meter import Allocation, Recording
+from anybatch.memory.meter import BEFORE, Allocation, Recording
 from anybatch.memory.offloading import is_plain
 from anybatch.tensors.dispatch import without_modes
 
 
 class Spilling:
     """Lets nothing stay that waits for a backward, nor gradients that were added to others.
-
-    Args:
-        recording: of the pass.
-        gradients: parameters, and for each what stands for the gradient that other micro-batches left.
 
     Example:
         >>> weight = torch.ones(100, requires_grad=True)
@@ -67,8 +63,10 @@ class Spilling:
 
     def _pack(self, tensor: torch.Tensor) -> "Callable[[], torch.Tensor] | torch.Tensor":
         with without_modes():
-            if not is_plain(tensor) or not (held := self._recording.made_by_operations(tensor)):
+            made = [one for one in self._recording.allocations_of([tensor]) if one.born != BEFORE and one.size]
+            if not is_plain(tensor) or not made:
                 return tensor.detach()
+            held = made[0]
             storage = tensor.untyped_storage()
             copy = self._copies.get(storage._cdata)
             if copy is None or not copy.is_of(storage, tensor._version):

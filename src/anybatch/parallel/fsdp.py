@@ -25,9 +25,8 @@ from anybatch.loss.reducing import Stage
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import buckets_of, ready_to_sum
-from anybatch.parallel.gathering import compact
 from anybatch.parallel.messages import Messages, as_flags, as_text
-from anybatch.parallel.ranks import Ranks, is_fully_sharded
+from anybatch.parallel.ranks import Ranks, compact, is_fully_sharded
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.precision import ACCUMULATED_AFTER, LOW_PRECISION

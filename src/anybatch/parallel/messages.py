@@ -28,9 +28,6 @@ class Messages:
 
     A rank that fails reports it in its next round, so that no rank waits for it: every round
     is the same collective, whatever stage of the step its sender has reached.
-
-    Args:
-        device: where the model lies, for backends that have no collectives on the host.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:

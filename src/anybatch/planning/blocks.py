@@ -24,9 +24,6 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
 
     A model without lists gives its own children.
 
-    Returns:
-        Qualified names, none within another.
-
     Example:
         >>> layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
         >>> blocks_of(torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(2, 2)}))

@@ -102,9 +102,6 @@ def budget_of(memory: Any, target: Target, held: int, *, sharers: int = 1) -> in
         sharers: how many have the same memory, such as threads that stand for devices; each gets a part of a share of
             it, or of what is free. A number of bytes is for each.
 
-    Returns:
-        Bytes.
-
     Raises:
         BatchError: it is nothing of the kind, or the size of the device is not known here.
 

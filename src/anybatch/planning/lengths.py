@@ -227,16 +227,13 @@ def _are_joined(subject: Subject, lengths: list[int], scratch: Fakes) -> bool:
 def _shapes_of_each(subject: Subject, known: Known, scratch: Fakes) -> list[_Shapes]:
     """The shapes of two of each sample, the largest one first, which says whether the others are small."""
     rows = subject.splittable.rows
-    sizes = [_own_bytes(sample) for sample in subject.splittable.samples_of(Part(range(rows), rows))]
+    samples = subject.splittable.samples_of(Part(range(rows), rows))
+    sizes = [sum(bytes_of(leaf) for _, _, leaf in leaves(sample)) for sample in samples]
     largest = max(range(rows), key=sizes.__getitem__)
     subject.behaviour.collated_bytes = 0
     first = _known_shapes(subject, largest, known, scratch)
     subject.behaviour.collated_bytes = first.bytes
     return [first if index == largest else _known_shapes(subject, index, known, scratch) for index in range(rows)]
-
-
-def _own_bytes(sample: Any) -> int:
-    return sum(bytes_of(leaf) for _, _, leaf in leaves(sample))
 
 
 def _known_shapes(subject: Subject, index: int, known: Known, scratch: Fakes) -> _Shapes:

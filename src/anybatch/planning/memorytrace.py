@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -297,15 +297,19 @@ class Run:
     def _traced(self, given: Given, *, simulate: bool) -> PassTrace:
         subject, recording, parameters = self._subject, given.recording, given.parameters
         inputs = [given.batches, given.whole]
-        register_weights(recording, subject, parameters)
+        recording.register(parameters, PARAMETERS)
+        for module in subject.modules:
+            recording.register(module._parameters.values(), PARAMETERS)
+            recording.register(module._buffers.values(), BUFFERS)
         recording.register(tensors_in(inputs), INPUTS, counted=self.stays)
         gradients = self._give_gradients(recording, parameters)
+        held = [(parameters[position], one) for position, one in gradients.items()]
         drawn = _drawn_so_far()
         with (
             batch_norm_as(subject.batch_norm, subject.roots, self._count) as begin,
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
-            self._spilling(recording, parameters, gradients),
+            Spilling(recording, held) if self._spills else contextlib.nullcontext(),
         ):
             writes, is_through = Writes(tensors_in(inputs)), False
             try:
@@ -372,24 +376,10 @@ class Run:
             found[position] = recording.allocations_of([gradient])[0]
         return found
 
-    def _spilling(
-        self, recording: Recording, parameters: Sequence[torch.Tensor], gradients: Mapping[int, Allocation]
-    ) -> contextlib.AbstractContextManager[None]:
-        held = [(parameters[position], one) for position, one in gradients.items()]
-        return Spilling(recording, held) if self._spills else contextlib.nullcontext()
-
 
 def _copied(batch: Any) -> Any:
     """A copy, as a device gets it, where there is none."""
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-def register_weights(recording: Recording, subject: Subject, parameters: Sequence[torch.Tensor]) -> None:
-    """Has a recording know the parameters and buffers, real ones or those that stand in for them."""
-    recording.register(parameters, PARAMETERS)
-    for module in subject.modules:
-        recording.register(module._parameters.values(), PARAMETERS)
-        recording.register(module._buffers.values(), BUFFERS)
 
 
 def _bytes_beside(subject: Subject, batch: Any) -> int:

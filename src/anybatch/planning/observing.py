@@ -62,9 +62,6 @@ class Seen(NamedTuple):
             rows: samples of the logical batch.
             gradients: bytes that a second micro-batch finds there.
 
-        Returns:
-            As many as fit; 0 where one sample took too much.
-
         Example:
             >>> Seen(samples=2, bytes=100, micro_batches=4).size(350, 8, 0)
             7

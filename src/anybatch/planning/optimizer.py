@@ -22,7 +22,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from anybatch.tensors.fakes import Fakes
 from anybatch.tensors.optimizers import state_tensors, with_tensors
-from anybatch.update.began import OptimizerWatch
+from anybatch.update.boundary import OptimizerWatch
 from anybatch.update.closures import StepCall, step_alone
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,6 @@ def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, t
         subject: what is planned.
         trained: positions of the parameters that get a gradient.
         parts: by its ``id``, of each parameter that does not lie here as a whole the part that does.
-
-    Returns:
-        What it held, without buffers and the batch.
     """
     fakes = Fakes()
     real = subject.parameters
@@ -97,7 +94,9 @@ def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, t
             runs_again = [step_alone(clone) for clone in optimizers]
             del watches
     memory = recording.memory()
-    more = estimated + idle + _printed_bytes(subject.optimizers)
+    # Two numbers for each parameter are kept while an optimizer steps that may ask for the gradient again.
+    asks = [one for one in subject.optimizers if not needs_closure(one) and StepCall(one).is_given]
+    more = estimated + idle + sum(_PRINT * len(group["params"]) for one in asks for group in one.param_groups)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
     is_traced = not estimated and not any(runs_again)
     return UpdateTrace(
@@ -114,12 +113,6 @@ def _counters_on_host(optimizers: Sequence[Any]) -> list[torch.Tensor]:
         for parameter in group["params"]
         if isinstance(counter := one.state.get(parameter, {}).get("step"), torch.Tensor)
     ]  # fmt: skip
-
-
-def _printed_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Two numbers for each parameter, kept while an optimizer steps that may ask for the gradient again."""
-    asks = [one for one in optimizers if not needs_closure(one) and StepCall(one).is_given]
-    return sum(_PRINT * len(group["params"]) for one in asks for group in one.param_groups)
 
 
 def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:

@@ -67,10 +67,6 @@ class InChunks(InPieces):
 
     Of more chunks than a few, those in the middle are left out. The states that they would begin with are stood in for
     by a tensor of as many bytes, so that the peak is the same.
-
-    Args:
-        over_time: the user's.
-        chunks: how it is cut.
     """
 
     def __init__(self, over_time: OverTime, chunks: Chunks) -> None:

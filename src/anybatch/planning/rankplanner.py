@@ -18,7 +18,7 @@ from anybatch.planning.entrance import plan, subject_of
 from anybatch.planning.optimizer import trace_update
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
-from anybatch.records.rankplans import SHARDS, RankPlan, Shard
+from anybatch.records.plans import SHARDS, RankPlan, Shard
 from anybatch.units import format_bytes
 
 GATHERED = "gathered parameters and buffers"

@@ -50,9 +50,6 @@ class Times:
     Between two sizes the time is taken as a straight line; beyond the largest, each sample takes nearly as long as
     there. A line through small sizes predicts large ones badly, since caches and kernels change.
 
-    Args:
-        known: by the size of a micro-batch.
-
     Example:
         >>> Times({2.0: Timed(1.0), 4.0: Timed(3.0)}).seconds(3.0)
         2.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
+from anybatch.records.lossfacts import ALL_ASKED
 from anybatch.records.reading import Plain
 from anybatch.records.showing import Shown
 
@@ -36,10 +37,12 @@ def missing_of(unexamined: Sequence[str]) -> str:
     several = ["several threads trained at once"] if SEVERAL_THREADS in unexamined else []
     if "all rules" in unexamined:
         return "".join(several) or "the diagnosis failed"
-    rules = [one for one in unexamined if one not in ("the run", SEVERAL_THREADS)]
+    rules = [one for one in unexamined if one not in ("the run", ALL_ASKED, SEVERAL_THREADS)]
     more = f" and {len(rules) - _MOST_RULES} more" if len(rules) > _MOST_RULES else ""
     listed = ", ".join(rules[:_MOST_RULES]) + more
     said = [*several, *([f"{len(rules)} rule{'s' * (len(rules) > 1)} failed ({listed})"] if rules else [])]
+    if ALL_ASKED in unexamined:
+        said.append("not all questions were asked")
     if "the run" in unexamined:
         said.append("the recorder met an error of its own")
     return " and ".join(said)

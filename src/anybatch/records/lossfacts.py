@@ -103,6 +103,10 @@ class LossCall(Placed):
     root: int = -1  # the number of the root that was running or ran last; -1 for none
 
 
+ALL_ASKED = "the questions"
+"""Not examined, where not all were asked; the probe of a record that says how they ended."""
+
+
 @fact("probed")
 class Probed(Placed):
     """The result of one probe, an experiment on a copy of a root after the script has ended."""

@@ -8,8 +8,8 @@ from anybatch.records.layouts import BatchLayout
 from anybatch.records.reading import Plain
 
 if TYPE_CHECKING:
+    from anybatch.records.certificates import Proof
     from anybatch.records.plans import Plan
-    from anybatch.records.proofs import Proof
 
 
 @dataclass(frozen=True, slots=True)

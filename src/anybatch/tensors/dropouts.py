@@ -189,12 +189,7 @@ class SampleDropout:
             module.__dict__.pop("forward", None)
 
     def begin(self, samples: Sequence[int], *, stage: int = 0) -> None:
-        """Begins a micro-batch, or runs one again.
-
-        Args:
-            samples: the indices of its samples in the logical batch, in the order of the micro-batch.
-            stage: number of the function that runs on these samples; calls are counted separately in each.
-        """
+        """Begins a micro-batch, or runs one again."""
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
             raise BatchError(f"got samples {samples!r} in stage {stage}; expected indices and a stage of at least 0")

@@ -426,11 +426,7 @@ class Fakes:
 
 @contextmanager
 def swapped(fakes: Fakes, modules: Iterable[torch.nn.Module]) -> Iterator[Mapping[int, torch.Tensor]]:
-    """Replaces all parameters and buffers of modules by fake tensors in this block.
-
-    Yields:
-        The fake parameters, by the ``id`` of the real ones.
-    """
+    """Replaces all parameters and buffers of modules by fake tensors in this block, and gives these by their ``id``."""
     places: list[tuple[Any, dict[str, Any]]] = []
     parameters: dict[int, Any] = {}
     try:

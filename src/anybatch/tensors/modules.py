@@ -7,12 +7,7 @@ import torch
 
 
 def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
-    """The root modules of a step: the model, and the loss function if it is a module or a method of one.
-
-    Args:
-        model: anything; what is not a module is left out.
-        loss_fn: a function, a module, a method, or an object that has several of them as ``user_functions``.
-    """
+    """The root modules of a step: the model, and the loss function if it is a module or a method of one."""
     owners = [model, loss_fn, *getattr(loss_fn, "user_functions", ())]
     for function in owners[1:]:
         owners.append(getattr(function, "__self__", None))

@@ -1,6 +1,7 @@
 """The precision in which gradients are accumulated, and the bits of a tensor."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -28,15 +29,11 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     """
     if policy == "native" or micro_batches < 2 or (policy == "auto" and micro_batches <= ACCUMULATED_AFTER):
         return False
-    return not {parameter.dtype for parameter in parameters}.isdisjoint(LOW_PRECISION)
+    return not set(map(attrgetter("dtype"), parameters)).isdisjoint(LOW_PRECISION)
 
 
 def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
-
-    Returns:
-        A 0-dim tensor for each device with gradients: 1.0 if any of them is infinite or NaN, else 0.0.
-    """
+    """What ``GradScaler.unscale_`` found in the gradients of an optimizer."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 

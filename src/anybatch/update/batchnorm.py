@@ -36,9 +36,6 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
     """The modules whose result or buffers depend, as they are now, on which samples are together in a batch.
 
-    Args:
-        *models: the model, and others such as a loss; anything that is no module has none.
-
     Returns:
         The modules by qualified name: BatchNorm of every kind in training mode, compiled by ``torch.jit`` or not, and
         in evaluation mode where it has no running statistics. InstanceNorm does not couple samples; what its running
@@ -116,8 +113,7 @@ def batch_norm_as(
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
-    Returns:
-        A context whose value is to be called at the beginning of each micro-batch.
+    Gives what is to be called at the beginning of each micro-batch.
     """
     is_frozen = policy == "frozen" and cause().verb is not None
     _refuse_compiled(coupling_modules(*models), micro_batches, is_frozen=is_frozen)
@@ -130,7 +126,11 @@ def batch_norm_as(
                 raise no_statistics(bare)
             for module in modules_of(*models):
                 if isinstance(module, _KINDS):
-                    _keep_in_eval_mode(stack, module)
+                    if module.training:
+                        stack.callback(setattr, module, "training", True)
+                        module.training = False
+                    # The loss function may call model.train() itself.
+                    stack.callback(module.register_forward_pre_hook(to_eval_mode).remove)
         if micro_batches > 1:
             _watch_split(stack, policy, models, cause)
         found = [_Statistics(stack, m, merges=micro_batches > 1) for m in _with_running_statistics(models)]
@@ -139,7 +139,7 @@ def batch_norm_as(
             for one in found:
                 one.begin_micro_batch()
 
-        yield begin_micro_batch if found else _nothing
+        yield begin_micro_batch if found else lambda: None
 
 
 def _watch_split(
@@ -154,10 +154,6 @@ def _watch_split(
         _watch_inputs(stack, quiet, _refuse_training_mode)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
     return [
         m
@@ -165,14 +161,6 @@ def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
         if isinstance(m, _KINDS) and m.training and (_couples(m) or isinstance(m, _InstanceNorm))
         and m.track_running_stats and m.running_mean is not None and m.running_var is not None
     ]  # fmt: skip
-
-
-def _keep_in_eval_mode(stack: contextlib.ExitStack, module: Any) -> None:
-    if module.training:
-        stack.callback(setattr, module, "training", True)
-        module.training = False
-    # The loss function may call model.train() itself.
-    stack.callback(module.register_forward_pre_hook(to_eval_mode).remove)
 
 
 def _watch_inputs(

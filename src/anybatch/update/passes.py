@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
 from operator import attrgetter
@@ -87,10 +87,6 @@ class Task:
         """A context in which a model, or a copy of it, trades for memory what a plan says."""
         return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)
 
-    def scaled_by(self, scaler: Any) -> "Task":
-        """The same with another ``GradScaler``."""
-        return replace(self, settings=replace(self.settings, scaler=scaler))
-
     def there(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Micro-batches on the device of the model."""
         device = self.settings.device
@@ -160,11 +156,7 @@ class Progress:
 
 
 class Beginnings:
-    """What is on during a pass, and is notified of the beginning of each micro-batch.
-
-    Args:
-        seed: of masks that do not depend on the split; drawn if it is not given.
-    """
+    """What is on during a pass, and is notified of the beginning of each micro-batch."""
 
     def __init__(
         self,
@@ -245,9 +237,6 @@ def run_pass(
     outside: OutsideLeaves | None = None,
 ) -> tuple[Weights, Sums]:
     """Goes through the parts once.
-
-    Args:
-        outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
         The weights, and what was added up; empty sums if there is nothing to count.

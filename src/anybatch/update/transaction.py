@@ -220,9 +220,6 @@ class Retries:
             with retries as parts:
                 outcome = attempt(parts)
 
-    Args:
-        limit: the size to begin with; it is changed when memory runs out.
-
     Attributes:
         is_done: whether an attempt went through.
         failed: the attempts that ran out of memory.

@@ -208,6 +208,37 @@ def test_a_script_that_takes_too_long_is_interrupted(tmp_path: Path, light: Path
     assert "interrupted after 2 seconds, as --timeout asked for" in " ".join(done.err.split())
 
 
+DIES = """
+import os, signal
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        if os.getpid() != STARTED:  # in the process of the questions
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+STARTED = os.getpid()
+net = Net(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+for step in range(60):
+    x = torch.randn(32, 4)
+    optimizer.zero_grad()
+    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+print("done")
+"""
+
+
+def test_questions_whose_process_dies_are_not_taken_for_asked(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES, encoding="utf-8")
+    done = doctor(tmp_path, "--json", "out.json", "dies.py")
+    assert (done.code, done.out) == (0, "done\n")
+    told = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (told["verdict"], told["healthy"], told["unexamined"]) == ("undecided", None, ["the questions"])
+    assert "not all questions were asked" in " ".join(done.err.split())
+
+
 LOSES = """
 import os, sys
 import torch

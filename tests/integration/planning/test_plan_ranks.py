@@ -20,7 +20,7 @@ from anybatch.cli.main import main
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.planning.rankplanner import plan_over_ranks
 from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
-from anybatch.records.rankplans import RankPlan
+from anybatch.records.plans import RankPlan
 from plan_ranks_models import ROWS, Deep, Peak, local, loss_fn
 from ranks_running import Case, run_cases
 from sharding_models import runs_on_cpu

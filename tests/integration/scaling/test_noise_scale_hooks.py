@@ -16,7 +16,7 @@ from torch import nn
 
 import anybatch
 from anybatch import NoiseScale
-from anybatch.scaling.microgradients import MicroGradients
+from anybatch.scaling.noisescale import MicroGradients
 from noise_models import (
     SIZE,
     Loss,

@@ -266,7 +266,7 @@ def test_the_leaf_of_a_cut_is_no_parameter() -> None:
     batch = torch.randn(8, 5)
     settings = Settings(torch.device("cpu"))
     task = Task(model, heads, anybatch.count_samples, settings, "refuse", Splittable([batch]))
-    rig = Rig(task, torch.float64, substitutes=True)
+    rig = Rig(task, torch.float64)
     with ExitStack() as stack:
         whole = rig.open(stack)
         assert rig.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
