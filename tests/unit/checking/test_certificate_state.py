@@ -423,8 +423,9 @@ def test_a_buffer_that_is_moved_and_not_read_is_not_blamed_for_a_count_that_nobo
     def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
         model["seen"].num_batches_tracked.add_(1)
         losses = F.cross_entropy(model["head"](batch["x"]), batch["y"], reduction="none")
-        weights = batch["x"][:, 0].exp()
-        return (losses * weights).sum() / weights.sum()
+        weights: torch.Tensor = batch["x"][:, 0].exp()
+        found: torch.Tensor = (losses * weights).sum() / weights.sum()
+        return found
 
     reason = check(model, loss_fn, vectors()).reasons[0]
     assert (reason.code, reason.where) == ("count", "loss")
