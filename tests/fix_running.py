@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.crashes import explain
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.fixes.scene import reader
 from anybatch.doctor.fixes.source import Edit
 from anybatch.doctor.fixes.trying import LEAST_STEPS, Outcome, Tried, steps_for, tried, with_edits
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Ended
 from anybatch.records.findings import Finding

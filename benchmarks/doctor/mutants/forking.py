@@ -98,7 +98,7 @@ def prepare(*, heavy: bool = True) -> None:
     for name in (*HEAVY, *(HEAVIER if heavy else ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("anybatch.cli.doctor_child", "anybatch.doctor.probing", "anybatch.doctor.recorder"):
+    for name in ("anybatch.cli.doctor_child", "anybatch.doctor.ask.asking", "anybatch.doctor.recorder"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -14,7 +14,7 @@ import click
 from rich.syntax import Syntax
 
 from anybatch.cli.options import INTERRUPTED, file_option, force_option, json_option
-from anybatch.cli.plan_screen import show_choice, show_ways
+from anybatch.cli.plan import show_choice, show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.errors import DoesNotFit
 from anybatch.report.terminal import Terminal

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from anybatch.cli.options import json_option
-from anybatch.cli.plan_screen import show_ways
+from anybatch.cli.plan import show_ways
 from anybatch.cli.reporting import Outputs
 from anybatch.records.plans import Plan
 from anybatch.report.terminal import Terminal

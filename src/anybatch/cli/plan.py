@@ -1,21 +1,23 @@
 """``anybatch plan``: what is the fastest configuration of the user's training step within a memory budget?"""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from anybatch.cli import options
-from anybatch.cli.plan_screen import show_choice, show_plan, show_rank_plan
 from anybatch.cli.reporting import Outputs, write_whole
 from anybatch.cli.script import Ending, run_until_first_call
 from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import SHARDS, Plan, RankPlan, Shard
+from anybatch.report import frontier
+from anybatch.report.frontier import micro_batches
 from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, read_budget
 
@@ -111,7 +113,10 @@ def plan_command(
     Exit codes: 0 for a plan, 1 if nothing fits in the budget or OverTime refuses its chunks, 2 if the script never
     reached a step.
     """
-    _check_ranks(ranks, shard, output, patch)
+    if shard is not None and ranks is None:
+        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
+    if ranks is not None and (output or patch):
+        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
     outputs = Outputs(json_path, page=output, force=force)
     options.check_file(outputs.json_path, "plan", _is_own_plan, force=force)
     options.check_file(patch, "patch", options.is_patch, force=force)
@@ -168,13 +173,6 @@ def _report(ending: Ending, script: str, question: Mapping[str, Any], patch: Pat
     )  # fmt: skip
     if is_refused:
         raise click.ClickException(f"the step can't be split as planned: {refusal}")
-
-
-def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
-    if shard is not None and ranks is None:
-        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
-    if ranks is not None and any(one is not None for one in files):
-        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
 
 
 def _notes(ending: Ending) -> list[str]:
@@ -260,3 +258,79 @@ def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoRe
     if facts.get("refusal"):
         lines.append(f"why it is not split: {facts['refusal']}")
     raise click.ClickException("\n".join(lines))
+
+
+_MOST_ROWS = 12
+_MOST_MODULES = 8
+_BAR_WIDTH = 30
+_ELSEWHERE = "--json or --output"
+
+
+def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
+    """Prints a plan."""
+    terminal = Terminal(console)
+    show_choice(plan, terminal, notes)
+    terminal.heading("Configurations, fastest first")
+    show_ways(plan, terminal, _MOST_ROWS)
+    _show_peak(plan, terminal)
+    if plan.modules:
+        terminal.heading("The blocks that hold the most, activations of one micro-batch")
+        terminal.table(frontier.modules_table(plan, _MOST_MODULES))
+        terminal.rest(len(plan.modules) - _MOST_MODULES, _ELSEWHERE)
+
+
+def show_choice(plan: Plan, terminal: Terminal, notes: Iterable[str] = ()) -> None:
+    """Prints the chosen configuration and its costs."""
+    terminal.words(frontier.summary_of(plan), style="bold green")
+    terminal.line()
+    for name, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
+        terminal.term(name, text)
+
+
+def show_ways(plan: Plan, terminal: Terminal, most: int, elsewhere: str = _ELSEWHERE) -> None:
+    """Prints the table of configurations; ``most`` rows, and the chosen one."""
+    rows = frontier.rows_of(plan)
+    shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
+    terminal.table(frontier.rows_table(plan, shown), left=(0, 7))
+    terminal.rest(len(rows) - len(shown), elsewhere)
+    if notes := frontier.rows_notes(plan, shown):
+        terminal.words("; ".join(notes))
+
+
+def _show_peak(plan: Plan, terminal: Terminal) -> None:
+    console = terminal.console
+    terminal.heading(f"At the peak of {format_bytes(plan.peak_bytes)}")
+    mark = "#" if console.options.ascii_only else "█"
+    shares = frontier.shares_of(plan.at_peak)
+    width = max((len(name) for name, _, _ in shares), default=0)
+    for name, count, part in shares:
+        bar = mark * round(part * _BAR_WIDTH)
+        line = Text(f"{name:<{width}}  {format_bytes(count):>10}  {part:>4.0%}")
+        console.print(line.append(f"  {bar}" if bar else "", style="cyan"), soft_wrap=True)
+    if plan.binding:
+        terminal.words(plan.binding)
+
+
+_WAYS = {
+    "ddp": "each with the whole model",
+    "fsdp2": "each block and the whole under fully_shard",
+    "fsdp2-kept": "each block and the whole under fully_shard, gathered throughout a step",
+}
+
+
+def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) -> None:
+    """Prints a plan over ranks."""
+    row = plan.plan.chosen
+    optimizations = f", {row.optimizations}" if row.optimizations else ""
+    terminal = Terminal(console)
+    terminal.words(
+        f"{plan.ranks} ranks, {_WAYS[plan.shard]}: {micro_batches(row)} on each{optimizations}",
+        style="bold green",
+    )
+    terminal.line()
+    terminal.words(f"A step is over {plan.samples} samples: the batch of the script, {plan.plan.samples}, on each.")
+    terminal.words(f"A rank takes up to {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget)}.")
+    for note in notes:
+        terminal.words(note)
+    terminal.heading("What a rank holds at its peak")
+    terminal.table(frontier.shares_table(plan.at_peak))

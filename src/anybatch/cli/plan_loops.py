@@ -134,7 +134,10 @@ class FoundStep:
         from anybatch.doctor.loopsteps import StepUnclear, step_at, value_of
         from anybatch.doctor.loopupdates import run_behind, update_of
 
-        others = [one for one in _optimizers(names) if one is not optimizer and _has_gradients(one)]
+        others = [
+            one for one in _optimizers(names) if one is not optimizer
+            and any(each.grad is not None for group in one.param_groups for each in group["params"])
+        ]  # fmt: skip
         self._step = step = step_at(file, line, names, [optimizer, *others])
         self._update = None if others else update_of(step)  # the gradients of others add up to a step of their own
         self._trouble = self._count = ""
@@ -405,10 +408,6 @@ def _optimizers(names: Mapping[str, Any]) -> list[Any]:
 
     held = [*names.values(), *(one for _, one in attributes(names.get("self")))]
     return list({id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}.values())
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[Any, int]]:

@@ -197,6 +197,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
         *(["the run"] if ended is not None and ended.failure else []),
     )
     verdict, reason = verdict_on(run, findings, unexamined)
+    seen = (*run.optimizers.values(), *(one for kind in (Forward, Backward, Stepped) for one in run.of(kind)))
     return Diagnosis(
         findings=findings,
         cells=cells(run),
@@ -212,19 +213,13 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
             *_out_of_sight(run),
             *_of_one_thread(run),
             *(f"Not all questions were asked: {one.detail} answers." for one in run.answers(ALL_ASKED, "unknown")),
-            *policy.unused(_files_of(run), suppressed),
+            *policy.unused([one.file for one in seen if isinstance(one, Located)], suppressed),
         ),
         unexamined=unexamined,
         verdict=verdict,
         reason=reason,
         suppressed=tuple(suppressed),
     )
-
-
-def _files_of(run: Run) -> list[str]:
-    """The user's files that the run went through."""
-    seen = (*run.optimizers.values(), *(one for kind in (Forward, Backward, Stepped) for one in run.of(kind)))
-    return [one.file for one in seen if isinstance(one, Located)]
 
 
 def _steps(run: Run) -> int:

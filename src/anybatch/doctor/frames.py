@@ -12,7 +12,7 @@ from typing import Any
 
 _DOCTOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")  # noqa: PTH100, PTH118, PTH120 - no pathlib here
 _CHILD = os.path.join(os.path.dirname(_DOCTOR[:-1]), "cli", "doctor_child.py")  # noqa: PTH118, PTH120
-_CALLED_BY_USERS = frozenset({"explaining", "following", "graphs", "paths", "seeing", "sites", "values"})
+_CALLED_BY_USERS = frozenset({"following", "graphs", "paths", "seeing", "sites", "values"})
 """Modules of ``anybatch.why``, whose frames are in the user's traceback without the doctor, too."""
 _DIRECT_CALL = "return forward_call(*args, **kwargs)"
 """The line on which ``Module._call_impl`` calls the forward of a module without hooks."""

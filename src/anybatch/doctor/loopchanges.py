@@ -2,16 +2,15 @@
 
 import ast
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
-from anybatch.doctor.loopdata import rows_of
 from anybatch.doctor.looplooks import value_at
-from anybatch.doctor.loopnames import inputs_of, stored
+from anybatch.doctor.loopnames import inputs_of, rows_of, stored
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear
 from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behind
 
@@ -164,15 +163,6 @@ def _statements(outer: ast.AST, skipped: set[int]) -> Iterator[ast.stmt]:
         yield from _statements(node, skipped)
 
 
-def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
-    """What stands in statements themselves, and not in their bodies."""
-    for one in statements:
-        if not hasattr(one, "body"):
-            yield one
-            continue
-        yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
-
-
 def _check_block(step: LoopStep) -> None:
     """Refuses a forward elsewhere than its backward, and what can't run behind both."""
     block = step.source.block(step.back)
@@ -218,7 +208,7 @@ def results_of(step: LoopStep, counted: Counted | None = None) -> dict[str, str]
     for name in sorted(_outside(step)):
         value: Any = step.names.get(name)
         is_loss = isinstance(step.loss, ast.Name) and name == step.loss.id
-        is_term = not is_loss and bool(step.rows_text) and _is_mean(value)
+        is_term = not is_loss and bool(step.rows_text) and _means_of(value) is not None
         if (is_loss or is_term) and not isinstance(step.names.get("torch"), type(torch)):
             raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
         if is_loss:
@@ -301,11 +291,6 @@ def _takes_first(mean: Any, numbers: Sequence[float]) -> bool:
             if any(one in (0, 2**64 - len(sizes)) for one in dims):  # autograd keeps negative ones without their sign
                 return True
     return False
-
-
-def _is_mean(value: Any) -> bool:
-    """Whether a value is a scalar made of means, by sums and by factors that have no graph."""
-    return _means_of(value) is not None
 
 
 def _means_of(value: Any) -> list[Any] | None:

@@ -60,7 +60,10 @@ def may_look(step: LoopStep, call: ast.Call) -> bool:
         return False
     if isinstance(function, ast.Name):
         value = step.names.get(name, getattr(builtins, name, None))
-        return value is not None and (value is getattr(builtins, name, None) or _is_of_torch(value))
+        return value is not None and (
+            value is getattr(builtins, name, None)
+            or (not isinstance(value, type) and getattr(value, "__module__", "") in _VALUES)
+        )
     if not isinstance(function, ast.Attribute):
         return False
     root = root_of(function)
@@ -79,10 +82,6 @@ def _of_module(module: Any, value: Any) -> bool:
     """Whether a function of a module computes with values only."""
     name = getattr(module, "__name__", "")
     return (name in _VALUES and not isinstance(value, type)) or name in _LOGS or _is_log(value)
-
-
-def _is_of_torch(value: Any) -> bool:
-    return not isinstance(value, type) and getattr(value, "__module__", "") in _VALUES
 
 
 def _is_log(value: Any) -> bool:

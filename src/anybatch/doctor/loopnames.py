@@ -1,8 +1,13 @@
-"""The names that the statements of a loop read and change."""
+"""The names that the statements of a loop read and change, and which of them may hold the samples of a batch."""
 
 import ast
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
 
+import torch
+
+from anybatch.batch.trees import leaves, opened
 from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
 
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
@@ -60,3 +65,37 @@ def _follow(nodes: Iterable[ast.AST | None], known: set[str], found: set[str]) -
             own = {one.arg for one in nodes_in(node, ast.arg)} | stored(nodes_in(node, ast.comprehension))
             found |= read([node]) - own - known
             known |= stored([node])
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.optim.Optimizer, types.ModuleType)
+
+
+def size_of(value: Any) -> int:
+    """How many samples a value may hold: the rows of its longest tensor, or its items."""
+    return rows_of(value) or (len(value) if isinstance(value, Sized) and not hasattr(value, "dim") else 0)
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a value is no tensor with more than one dimension."""
+    return not isinstance(value, torch.Tensor) or value.dim() < 2
+
+
+def holds_samples(value: Any) -> bool:
+    """Whether a value may be a part of a batch."""
+    held = getattr(value, "__dict__", {}).values()  # of an object with modules, as a trainer is, no sample
+    return _is_data(value) and not any(isinstance(one, torch.nn.Module) for one in held)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value may hold samples: tensors with rows, and what nobody here knows."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and not isinstance(value, torch.nn.Parameter)
+    if isinstance(value, _PLAIN) or value is None or callable(value):
+        return False
+    inside = opened(value)
+    return inside is None or any(_is_data(child.value) for child in inside.children)
+
+
+def rows_of(value: Any) -> int:
+    """The length of the longest tensor in a batch."""
+    return max((len(one) for _, _, one in leaves(value) if isinstance(one, torch.Tensor) and one.dim()), default=0)

@@ -14,8 +14,7 @@ import torch
 
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import UnclearEdit, UserSource
-from anybatch.doctor.loopdata import holds_samples, is_flat, rows_of, size_of
-from anybatch.doctor.loopnames import inputs_of, read, root_of, stored
+from anybatch.doctor.loopnames import holds_samples, inputs_of, is_flat, read, root_of, rows_of, size_of, stored
 from anybatch.errors import AnyBatchError
 from anybatch.records.means import Mean
 

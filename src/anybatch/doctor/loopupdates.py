@@ -213,15 +213,16 @@ def _before_step_only(step: LoopStep, statement: ast.stmt, optimizer: str) -> bo
             return True
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             return True  # such as a learning rate
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not only_looks(step, [_of(node)]):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and not only_looks(
+                step,
+                [ast.copy_location(ast.Expr(node.value), node)],  # which reads what the assignment changes
+            )
+        ):
             return True
     return bool(read([statement]) & names) or not only_looks(step, [statement])
-
-
-def _of(node: ast.Subscript) -> ast.stmt:
-    """A statement that reads what an assignment to an item changes."""
-    found = ast.Expr(node.value)
-    return ast.copy_location(found, node)
 
 
 def check_behind(step: LoopStep) -> None:
@@ -258,7 +259,8 @@ def check_behind(step: LoopStep) -> None:
 
 def _check_graph(step: LoopStep, statement: ast.stmt) -> None:
     """Refuses what needs the graph or the gradients as they are before the backward."""
-    node = next((one for one in ast.walk(statement) if called(one) in NEEDS_GRAPH or _is_grad(one)), None)
+    grads = [one for one in nodes_in(statement, ast.Attribute) if one.attr == "grad"]
+    node = next((one for one in ast.walk(statement) if called(one) in NEEDS_GRAPH or one in grads), None)
     if node is not None and called(node) == "backward":
         lines = " and ".join(dict.fromkeys([str(getattr(node, "lineno", 0)), str(step.back.lineno)]))
         raise StepUnclear(
@@ -273,10 +275,6 @@ def _check_graph(step: LoopStep, statement: ast.stmt) -> None:
             "anybatch runs these two as one call of the step; have it use a forward of its own before, or read the "
             "gradients of the parameters after the backward"
         )
-
-
-def _is_grad(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
 def _check_order(step: LoopStep) -> None:
@@ -319,14 +317,11 @@ def _may_wait(step: LoopStep, statement: ast.stmt, optimizer: str) -> bool:
     changed = [one for one in nodes_in(statement, ast.expr) if isinstance(getattr(one, "ctx", None), ast.Store)]
     if not all(isinstance(one, ast.Name | ast.Tuple) for one in changed):
         return False
-    if isinstance(statement, ast.AugAssign) and _is_tensor(step, statement.target):
+    added = statement.target if isinstance(statement, ast.AugAssign) else None
+    if added is not None and isinstance(value_of(step.source.of(added), step.names), torch.Tensor):
         return False
     is_harmless = all(called(one) in HARMLESS for one in nodes_in(statement, ast.Call))
     return is_harmless and not _before_step_only(step, statement, optimizer)
-
-
-def _is_tensor(step: LoopStep, node: ast.expr) -> bool:
-    return isinstance(value_of(step.source.of(node), step.names), torch.Tensor)
 
 
 def _call(statement: ast.stmt) -> ast.Call | None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from anybatch.doctor.explaining import Subject, explained, losses_of, subject_of
-from anybatch.doctor.following import Follower
+from anybatch.doctor.following import Follower, Subject, explained, losses_of, subject_of
 from anybatch.doctor.graphs import Graph, kept_by, nodes_behind, reentrant, terms_of
 from anybatch.doctor.sites import Running
 from anybatch.errors import LossError

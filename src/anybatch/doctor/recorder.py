@@ -18,8 +18,7 @@ from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
-from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.hooks_scaling import ClippingHooks, ScalingHooks
+from anybatch.doctor.recording.hooks_optimizers import ClippingHooks, OptimizerHooks, ScalingHooks
 from anybatch.doctor.recording.hooks_schedules import LoaderHooks, LoadingHooks, ScheduleHooks
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
@@ -443,7 +442,7 @@ class Doctor:
 
 
 def _answers(doctor: Doctor, *, active: bool, seconds: float) -> Iterator[Fact]:
-    from anybatch.doctor.probing import probes  # loads all questions
+    from anybatch.doctor.ask.asking import probes  # loads all questions
 
     yield from probes(doctor, active=active, seconds=seconds)
 

@@ -201,7 +201,7 @@ def cells_table(diagnosis: Diagnosis) -> TextTable:
     marked = set()
     for key in sorted(groups):
         kind, shrinking, frozen, why = key
-        if _is_odd(groups[key][0][0]):
+        if shrinking or (kind in (2, 3, 4) and not frozen):
             marked.add(len(rows))
         names = _joined(groups[key], named)
         numel = f"{sum(cell.numel for cell, _ in groups[key]):,}"
@@ -234,10 +234,6 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
     texts = {1: (_DO, _DO), 2: (_DO, _DO_NOT), 3: (_DO_NOT, _DO_NOT), 4: (_DO_NOT, _DO)}
     gradients, parameters = texts.get(kind, ("?", "?"))
     return ("shrinking" if shrinking else gradients), parameters
-
-
-def _is_odd(cell: Cell) -> bool:
-    return cell.shrinking or (cell.cell in (2, 3, 4) and not cell.frozen)
 
 
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:

@@ -176,13 +176,9 @@ def _neighbours(rows: list[FlowRow]) -> list[FlowRow]:
         runs = [rows]
     size = -(-len(rows) // (MOST_ROWS - len(runs)))
     parts = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
-    return [_together(part, _from_to(part[0].name, part[-1].name), _state(part[0])) for part in parts]
-
-
-def _from_to(first: str, last: str) -> str:
-    """Two names as a range; their common prefix is written once."""
-    prefix = first.rpartition(".")[0]
-    return f"{first} to {last.removeprefix(f'{prefix}.') if prefix else last}"
+    ends = [(part[0].name, part[-1].name) for part in parts]
+    names = [f"{first} to {last.removeprefix(first[: first.rfind('.') + 1])}" for first, last in ends]
+    return [_together(part, name, _state(part[0])) for part, name in zip(parts, names, strict=True)]
 
 
 def _state(row: FlowRow) -> str:

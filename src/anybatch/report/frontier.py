@@ -61,7 +61,8 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
 def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
     """The table of configurations, one per row; the chosen one is marked."""
     kind, text = _own_column(plan)
-    header = ("", "micro-batches", "recompute", "offload", kind, "peak", time_header(plan), "confidence")
+    time = "relative" if plan.relative_time else "time"
+    header = ("", "micro-batches", "recompute", "offload", kind, "peak", time, "confidence")
     cells = tuple(
         (
             _mark(row, plan),
@@ -103,11 +104,6 @@ def rows_notes(plan: Plan, rows: Sequence[PlanRow]) -> tuple[str, ...]:
     if plan.relative_time:
         notes.append("times are estimated, relative to the chosen one")
     return tuple(notes)
-
-
-def time_header(plan: Plan) -> str:
-    """The header of the column of times."""
-    return "relative" if plan.relative_time else "time"
 
 
 def time_text(plan: Plan, seconds: float | None) -> str:

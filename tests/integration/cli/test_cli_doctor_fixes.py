@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
+from anybatch.cli.doctor import Trials, is_users, with_fixes
 from anybatch.cli.doctor_trial import Shadow, refusal
 from anybatch.cli.options import Target
 from anybatch.doctor.fixes import trying
@@ -221,7 +221,7 @@ def test_a_trial_has_two_minutes_or_less(
 
     monkeypatch.setattr("anybatch.doctor.fixes.trying.with_edits", lambda diagnosis: ["a finding"])
     monkeypatch.setattr("anybatch.doctor.fixes.trying.steps_for", lambda found: 60)
-    monkeypatch.setattr("anybatch.cli.doctor_fixes.Trials", trials_of)
+    monkeypatch.setattr("anybatch.cli.doctor.Trials", trials_of)
     target = Target("train.py", ("train.py",), ())
     with pytest.raises(Begun) as begun:
         with_fixes(Diagnosis((), verdict="faults"), Run([]), target, tmp_path, timeout)

@@ -15,8 +15,7 @@ from rich.console import Console
 
 import forked_python
 from anybatch.cli.main import main
-from anybatch.cli.plan import _use_of
-from anybatch.cli.plan_screen import show_plan
+from anybatch.cli.plan import _use_of, show_plan
 from anybatch.cli.script import Ending
 from anybatch.records.plans import ModuleShare, Plan
 from anybatch.report import pages

@@ -16,7 +16,7 @@ import anybatch
 import forked_python
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.recording.threads import TrainingThread
+from anybatch.doctor.recording.recordings import TrainingThread
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Stepped, ThreadsAtOnce, Warned
 from anybatch.report.diagnosis import mood_of, verdict_of
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 
 Score = Callable[[torch.Tensor, bool], torch.Tensor]

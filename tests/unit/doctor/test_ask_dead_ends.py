@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 from test_doctor_ask import ROWS, answer, nothing_was_compiled

@@ -10,7 +10,7 @@ from torch import nn
 
 from answer_runs import EVIDENCE
 from answer_runs import asked as answered
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Printed, Probed

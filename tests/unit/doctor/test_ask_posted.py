@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask.schedules import _OPTIMIZER, _PLACE, saved_only
+from anybatch.doctor.ask.calls import _OPTIMIZER, _PLACE, saved_only
 from test_doctor_ask import ROWS, answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -171,7 +171,7 @@ def test_an_optimizer_that_begins_anew_on_a_resume_is_told(
     monkeypatch: pytest.MonkeyPatch, text: str, goes_on: bool, expected: str
 ) -> None:
     tree = ast.parse(SAVED + text)
-    monkeypatch.setattr("anybatch.doctor.ask.schedules.scripts", lambda run: [("train.py", tree)])
+    monkeypatch.setattr("anybatch.doctor.ask.calls.scripts", lambda run: [("train.py", tree)])
     nets = []
 
     def train() -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.ask.trials import Unknown
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Probed

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask import fitting
-from anybatch.doctor.ask.schedules import beside, saved_only
+from anybatch.doctor.ask.calls import beside, saved_only
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
 
 __all__ = ["nothing_was_compiled"]
@@ -481,7 +481,7 @@ def test_a_schedule_whose_state_is_saved_and_not_loaded_is_told(
     monkeypatch: pytest.MonkeyPatch, text: str, decay: float, expected: str
 ) -> None:
     tree = ast.parse(SAVED.format(text))
-    monkeypatch.setattr("anybatch.doctor.ask.schedules.scripts", lambda run: [("train.py", tree)])
+    monkeypatch.setattr("anybatch.doctor.ask.calls.scripts", lambda run: [("train.py", tree)])
 
     def train() -> None:
         net, state = nn.Linear(6, 3), None

@@ -332,7 +332,7 @@ def test_ctrl_c_ends_the_questions_and_the_record_is_whole(monkeypatch: pytest.M
     def interrupted(*given: Any, **more: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anybatch.doctor.probing._of_root", interrupted)
+    monkeypatch.setattr("anybatch.doctor.ask.asking._of_root", interrupted)
     doctor = anybatch.Doctor(path=tmp_path / "run.jsonl")
     doctor.attach()
     train(Net())
@@ -348,7 +348,7 @@ def test_questions_that_fail_end_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def fails(*given: Any, **more: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("anybatch.doctor.probing._of_root", fails)
+    monkeypatch.setattr("anybatch.doctor.ask.asking._of_root", fails)
     with anybatch.Doctor() as doctor:
         train(Net())
     assert doctor.run.steps == 4

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Doctor
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.events import Forward
 from anybatch.records.samples import Activations

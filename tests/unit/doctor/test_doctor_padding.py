@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.recorder import Doctor
 
 WORDS, DIM, PAD = 12, 16, 0

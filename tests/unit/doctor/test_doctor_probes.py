@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from anybatch import Doctor
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.records.lossfacts import Probed
 from probe_models import Made, Recorder, made
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.lossfacts import Probed
 from probe_models import Made

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Doctor
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.probing import run_probes
 from test_doctor_ask import TRAINING, unasked
 
 SYMBOLS, LENGTH = 20, 7

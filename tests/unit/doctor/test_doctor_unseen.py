@@ -9,7 +9,7 @@ from torch import nn
 
 import anybatch
 import unseen_programs as programs
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Crashed
 from anybatch.records.findings import Finding

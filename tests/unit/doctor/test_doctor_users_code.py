@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch import Doctor
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.frames import is_interruption
-from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recording.journal import Journal
 from anybatch.records.events import Stepped
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from anybatch.doctor.probing import run_probes
+from anybatch.doctor.ask.asking import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.printing import numbers_in
 from anybatch.doctor.views.outcomes import Outcome, outcome

@@ -193,9 +193,7 @@ def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tu
 
 
 def _sums(slopes: Sequence[torch.Tensor | None]) -> list[float]:
-    return [0.0 if one is None or _cancels(one) else float(one.double().sum()) for one in slopes]
-
-
-def _cancels(slope: torch.Tensor) -> bool:
-    """Whether what is left of a sum is its rounding, as over the scores of two classes."""
-    return float(slope.double().sum().abs()) < _ROUNDED * float(slope.double().abs().sum())
+    """The sums; 0 where what is left of one is its rounding, as over the scores of two classes."""
+    wide = [torch.zeros(()) if one is None else one.double() for one in slopes]
+    sums = [(float(one.sum()), float(one.abs().sum())) for one in wide]
+    return [total if abs(total) >= _ROUNDED * size else 0.0 for total, size in sums]

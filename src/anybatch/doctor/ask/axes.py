@@ -157,13 +157,10 @@ def reads_across(before: Sequence[int], after: Sequence[int]) -> bool:
     ends = sorted({math.prod(sizes[at:]) for sizes in (before, after) for at in range(len(sizes))})
     if all(two % one == 0 for one, two in itertools.pairwise(ends)) or len(after) < 2 or len(before) > _MOST_AXES:
         return False  # it cuts axes and puts their pieces together, as it may
-    return any(_merges(order, after) for order in itertools.permutations(before))
-
-
-def _merges(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether axes are those of another shape when neighbours are put together."""
-    ends = {math.prod(before[at:]) for at in range(len(before))}
-    return all(math.prod(after[at:]) in ends for at in range(len(after)))
+    wanted = {math.prod(after[at:]) for at in range(len(after))}  # where neighbours are put together
+    return any(
+        wanted <= {math.prod(order[at:]) for at in range(len(order))} for order in itertools.permutations(before)
+    )
 
 
 def _are_heads_torn(step: Step, operation: Operation, before: list[int], after: list[int]) -> bool:
@@ -266,16 +263,13 @@ def pooled_channels(step: Step) -> Iterator[Probed]:
         pooled = step.values[operation.outs[0]]
         if made is None or not made.name.startswith("conv") or pooled.shape != (given.shape[0], *given.shape[2:]):
             continue
-        follows = [one for one in step.used("linear") if _is_made_of(step, one.given[0], operation)]
+        ends = ((one, step.path(one.given[0])) for one in step.used("linear"))
+        follows = [one for one, path in ends if operation is next(
+            (each for each in path if each is operation or each.name not in MOVING), None)]  # fmt: skip
         is_beside = made.outs[0] in slots_of(step.tape, step.loss, but=[operation])
         if not is_beside and any(step.values[one.given[0]].shape[-1] == pooled[0].numel() for one in follows):
             seen: dict[str, Any] = {"op": operation.name, "channels": given.shape[1], "places": pooled[0].numel()}
             yield said(operation, **seen)
-
-
-def _is_made_of(step: Step, slot: Slot, operation: Operation) -> bool:
-    """Whether a tensor is what an operation gave, in another shape at most."""
-    return next((one for one in step.path(slot) if one is operation or one.name not in MOVING), None) is operation
 
 
 @asks("target given")

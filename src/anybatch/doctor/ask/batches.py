@@ -419,9 +419,8 @@ def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
     it, and what stands before it is not one token, that place is the end; and so is the first one of those filled up to
     a length that is fixed, where the net itself is told that this token is the end.
     """
-    nets = [(state.root, net) for state in kept.states.values() if (net := state.module()) is not None]
     for root, batches in kept.batches.items():
-        ends = {number for of, net in nets if of == root for number in _own_ends(net)}
+        ends = {number for state, net in kept.nets() if state.root == root for number in _own_ends(net)}
         found = {_end_of(*batch, ends) for batch in batches}
         rows = sum(len(tokens) for tokens, _, _ in batches)
         if len(batches) >= _BATCHES and len(found) == 1 and rows >= _FEWEST and (number := found.pop()) is not None:

@@ -298,13 +298,10 @@ def about_statistics(kept: Kept, run: Run) -> Iterator[Probed]:
 def about_buffers(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a net had buffers that are no numbers when it was first called."""
     for state in kept.states.values():
-        bad = [one for one in sorted(state.buffers) if any(math.isnan(value) for value in _values_of(state, one))]
+        values = {one: [value for value in state.values[one] if isinstance(value, float)] for one in state.buffers}
+        bad = [one for one in sorted(values) if any(map(math.isnan, values[one]))]
         if bad:
             yield told("buffer not a number", root=state.root, first=bad[0], names=len(bad))
-
-
-def _values_of(state: State, name: str) -> tuple[float, ...]:
-    return tuple(one for one in state.values[name] if isinstance(one, float))
 
 
 def _alike(one: State, two: State) -> bool:

@@ -1,5 +1,6 @@
 """Would a batch be learned at another rate, from smaller weights, or without other summands? Steps on copies."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,6 @@ from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.ask.weighing import names_rewards
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
-from anybatch.records.runs import Run
 
 _STEPS = 120
 _SECONDS, _TRIALS = 3.0, 7  # for each rate at most, and of how many
@@ -108,15 +108,8 @@ def _is_own(step: Step, layer: Operation) -> bool:
 def _with_rows(step: Step, layer: Operation, seed: int) -> float:
     """The absolute loss where the rows of what a layer gives are in another order."""
     order = torch.randperm(step.rows, generator=torch.Generator().manual_seed(seed))
-    index = next(place for place, one in enumerate(step.operations) if one is layer)
-    return abs(
-        total(
-            step.with_other(
-                index, lambda *given, **more: layer.func(*given, **more)[order.to(step.values[layer.outs[0]].device)]
-            ),
-            step.loss,
-        )
-    )
+    order = order.to(step.values[layer.outs[0]].device)
+    return abs(total(step.with_other(layer, lambda *given, **more: layer.func(*given, **more)[order]), step.loss))
 
 
 def _meets_targets(step: Step, layer: Operation) -> bool:
@@ -245,7 +238,8 @@ def _made(step: Step) -> tuple[Any, dict[str, float], list[float]]:
     facts, run = step.run.optimizers.get(step.optimizer), step.run
     rates = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    if facts is None or kind is None or not rates or not _is_alone(run, step.optimizer):
+    turns = [number for number, _ in itertools.groupby(one.optimizer for one in run.of(Stepped))]
+    if facts is None or kind is None or not rates or turns.count(step.optimizer) > 1:
         raise Unknown("the step is not of one optimizer of torch")
     if any(True for _ in run.of(Scaler)):
         raise Unknown("the loss is scaled for half precision")
@@ -338,12 +332,6 @@ def _largest(tape: Tape) -> torch.Tensor:
     return max(given, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
 
 
-def _is_alone(run: Run, optimizer: int) -> bool:
-    """Whether no other optimizer steps between two steps of one."""
-    order = [one.optimizer == optimizer for one in run.of(Stepped)]
-    return all(order[order.index(True) : len(order) - order[::-1].index(True)])
-
-
 def fitted(
     step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float = math.inf,
     part: Loss | None = None, change: Any = None, steps: int = _STEPS, seconds: float = _SECONDS,
@@ -392,8 +380,7 @@ def too_large(step: Step) -> Iterator[Probed]:
         for one in large
         if one in blamed or any(abs(spreads[one] - spreads[it]) < _DRAWN_ALIKE * spreads[it] for it in blamed)
     ]
-    nets = [(net, state.root) for state in step.kept.states.values() if (net := state.module()) is not None]
-    names = {id(one): (name, root) for net, root in nets for name, one in net.named_parameters()}
+    names = {id(one): (name, state.root) for state, net in step.kept.nets() for name, one in net.named_parameters()}
     told_of = [names.get(id(step.parameters[slot]), ("a parameter", -1)) for slot in blamed]
     where = next(one for one in step.tape.operations if blamed[0] in one.given)
     yield said(

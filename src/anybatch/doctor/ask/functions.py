@@ -430,9 +430,10 @@ def passed(step: Step) -> Iterator[Probed]:
     operation = next(step.path(latent))
     for given in (one for one in values if one in needed and not of.get(one) and values[one].shape == made.shape):
         same = (made == values[given]).all(0)
-        layers = [slot for slot in needed if of.get(slot) and of[slot] < of[latent] and values[slot].shape
-                  == made.shape and _keeps(values[slot], values[given], same)]  # fmt: skip
-        if layers and 0 < int(same.sum()) < same.numel():
+        layers = [values[slot] for slot in needed if of.get(slot) and of[slot] < of[latent]]
+        own = [(one == values[given]).all(0) for one in layers if one.shape == made.shape]
+        keeps = any(one[same].all() and not one.all() for one in own)  # these entries, and others that it made
+        if keeps and 0 < int(same.sum()) < same.numel():
             yield said(operation, entries=int(same.sum()), of=same.numel())
 
 
@@ -531,12 +532,6 @@ def _latent(step: Step, of: dict[Slot, frozenset[Slot]]) -> Slot:
         if _is_latent(slot, of, step):
             return slot
     raise Unknown("no normal density of what the model makes was seen")
-
-
-def _keeps(layer: torch.Tensor, given: torch.Tensor, same: torch.Tensor) -> bool:
-    """Whether what a layer gives has these entries of the data, and others that it made."""
-    own = (layer == given).all(0)
-    return bool(own[same].all()) and not bool(own.all())
 
 
 def _is_latent(slot: Slot, of: dict[Slot, frozenset[Slot]], step: Step) -> bool:

@@ -45,8 +45,10 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
     for slot in sorted(needed & step.inputs) if rows >= _LEAST_ROWS else ():
         target = step.leaves[slot]
         is_varied = target.is_floating_point() and target.dim() > 1 and bool((target != target[:1]).any())
-        if len(target) != rows or not is_varied or _is_mask(step, slot):
+        if len(target) != rows or not is_varied:
             continue
+        if ((target == 0) | (target == 1)).all() and any(slot in one.given for one in step.used("mul", "mul_")):
+            continue  # its zeros take the gradient away on purpose
         found: list[tuple[float, float, int]] = []
         apart = needed - step.made_with(slot)
         for index, one in enumerate(step.operations):
@@ -141,7 +143,7 @@ def _falls(step: Step, index: int, target: torch.Tensor) -> tuple[int, list[floa
     losses = list[float]()
     mean = target.mean()
     for given in (target, target.roll(1, 0), 2 * mean - target, 3 * mean - 2 * target):
-        run = step.with_other(index, lambda *_, given=given, **__: given.clone())
+        run = step.with_other(step.operations[index], lambda *_, given=given, **__: given.clone())
         losses.append(step.run.sign(step.optimizer) * total(run, step.loss))
     right, others, wrong, beyond = losses
     if not all(map(math.isfinite, losses)) or abs(right - wrong) < _NEARLY * max(map(abs, losses[:3])):
@@ -210,18 +212,13 @@ def _right(step: Step, operation: Operation) -> tuple[torch.Tensor, int] | None:
 
 def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.Tensor | None:
     """How the loss rises with some scores, where an operation gives others."""
-    if len(step.operations[made].outs) != 1:
+    maker = step.operations[made]
+    if len(maker.outs) != 1:
         return None
     live = given.to(step.values[scores]).requires_grad_()
-    value = step.with_other(made, lambda *_, **__: live).values[step.loss.slot].sum()
+    value = step.with_other(maker, lambda *_, **__: live).values[step.loss.slot].sum()
     (slope,) = torch.autograd.grad(value, live, allow_unused=True)
     return slope
-
-
-def _is_mask(step: Step, slot: Slot) -> bool:
-    """Whether it is made of zeros and ones, and multiplies something: its zeros take the gradient away on purpose."""
-    one = step.leaves[slot]
-    return bool(((one == 0) | (one == 1)).all()) and any(slot in each.given for each in step.used("mul", "mul_"))
 
 
 def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:
@@ -234,7 +231,7 @@ def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:
         moved = step.leaves[target].detach().roll(shift, 0)
         seed(0)
         given = (moved + _NEARLY * moved.std() * torch.randn_like(moved)).requires_grad_()
-        run = step.with_other(index, lambda *_, given=given, **__: given)
+        run = step.with_other(step.operations[index], lambda *_, given=given, **__: given)
         (slope,) = torch.autograd.grad(run.values[step.loss.slot].sum(), given, allow_unused=True)
         values.append(total(run, step.loss))
         blind.append(0.0 if slope is None else float((slope.flatten(1) == 0).all(1).double().mean()))

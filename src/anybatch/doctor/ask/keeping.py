@@ -227,8 +227,8 @@ class Kept:
     def _holder(self, state: Mapping[str, Any]) -> torch.nn.Module | None:
         """The net whose tensors a state is of; ``None`` where it is of none that was called."""
         first = next((one for one in state.values() if isinstance(one, torch.Tensor) and one.numel()), None)
-        nets = [net for known in self.states.values() if (net := known.module()) is not None]
-        return next((net for net in nets if any(_same_memory(one, first) for one in net.parameters())), None)
+        own = (net for _, net in self.nets() if any(_same_memory(one, first) for one in net.parameters()))
+        return next(own, None)
 
     # forwards
 
@@ -246,7 +246,8 @@ class Kept:
         is_new = state is None or state.module() is not module
         if is_new and len(self.states) < _MOST_NETS:
             state = self.states[id(module)] = self._state(module, root, name, step)
-            self._look_at_all(step)
+            for known, net in self.nets():
+                known.went.setdefault(step, marks(net))
         if state is not None:
             state.modes.add(mode)
             if mode and not torch.is_grad_enabled() and first is not None:
@@ -393,8 +394,7 @@ class Kept:
             self._tape.called(rows, self._is_row)
         if self._tape is not None or self._saw_mode() or has_compiled() or (module is not None and _is_fused(module)):
             return False
-        nets = [net for state in self.states.values() if (net := state.module()) is not None]
-        held = [one for net in nets for one in itertools.chain(net.parameters(), net.buffers())]
+        held = [one for _, net in self.nets() for one in itertools.chain(net.parameters(), net.buffers())]
         own = [*weights, *(() if module is None else module.buffers())]
         tape = Tape(map(id, held + own), module)
         tape.rows, tape.begun, tape.is_row = rows, module is not None, module is not None and self._is_row
@@ -463,16 +463,14 @@ class Kept:
                 for one in tape.parameters.values():
                     self.initial.pop(id(one), None)
 
-    def _look_at_all(self, step: int) -> None:
-        for state in self.states.values():
-            if (module := state.module()) is not None:
-                state.went.setdefault(step, marks(module))
+    def nets(self) -> list[tuple[State, torch.nn.Module]]:
+        """The nets that are still there, each behind what is known of it."""
+        return [(state, net) for state in self.states.values() if (net := state.module()) is not None]
 
     def look_again(self) -> None:
         """Looks at all nets that are there once more."""
-        for state in self.states.values():
-            if (module := state.module()) is not None:
-                state.last = marks(module)
+        for state, net in self.nets():
+            state.last = marks(net)
 
     def first_of(self, tape: Tape) -> dict[Slot, torch.Tensor]:
         """Copies of the trained parameters of a step as they were before the first one that was written down."""

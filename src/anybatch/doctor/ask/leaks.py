@@ -143,14 +143,11 @@ def _refuse_relations(trial: Trial, inputs: Inputs) -> None:
     for one in whole.tensors()[1:]:
         if one.dim() == 2 and one.shape[0] == 2 != rows and not one.is_floating_point() and one.dtype != torch.bool:
             raise Unknown("an input of whole numbers with two rows may be the edges of a graph")
-        if one.dim() == 1 and one.shape[0] == rows and one.dtype == torch.long and _grouped(one):
+        if one.dim() != 1 or one.shape[0] != rows or one.dtype != torch.long:
+            continue
+        steps = one[1:] - one[:-1]  # numbers of graphs in a batch rise by at most one from 0 on
+        if one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all():
             raise Unknown("an input may number the groups that rows belong to")
-
-
-def _grouped(one: torch.Tensor) -> bool:
-    """Whether numbers rise by at most one from 0 on, as those of graphs in a batch do."""
-    steps = one[1:] - one[:-1]
-    return bool(one[0] == 0 and one[-1] > 0 and ((steps == 0) | (steps == 1)).all())
 
 
 def _may_be_meant(trial: Trial, op: str, inputs: Inputs, is_sample: bool) -> str:
@@ -319,18 +316,16 @@ def _confirmed(trial: Trial, inputs: Inputs, row: int) -> bool | None:
     if not outputs:
         return None
     others = [n for n in range(inputs.rows) if n != row]
-    total = sum((one[others] * _weights(one[others])).sum() for one in outputs)
+    total = sum(
+        (one[others] * torch.linspace(0.5, 1.5, one[others].numel()).sin().to(one).reshape(one[others].shape)).sum()
+        for one in outputs  # with uneven weights, since the sum of a softmax has no gradient
+    )
     try:
         gradients = torch.autograd.grad(total, leaves_, allow_unused=True)  # type: ignore[arg-type]
     except FAILURES:
         return None
     known = [one for one in gradients if one is not None and one.numel()]
     return any(bool(one.select(inputs.dim, row).abs().max() > 0) for one in known)
-
-
-def _weights(one: torch.Tensor) -> torch.Tensor:
-    """Uneven weights, since the sum of a softmax has no gradient."""
-    return torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype, device=one.device).reshape(one.shape).sin()
 
 
 def leaking(trial: Trial, run: Run, root: int) -> Probed:

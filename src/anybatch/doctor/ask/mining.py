@@ -55,7 +55,7 @@ def easiest(step: Step) -> Iterator[Probed]:
         asleep = [one for one in hinges if _active(step.replay, one) <= _ASLEEP]
         if not asleep:
             continue
-        there = step.with_other(place, _turned(operation.func))
+        there = step.with_other(operation, _turned(operation.func))
         woken = max(_active(there, one) for one in asleep)
         if woken >= _AWAKE:
             most = max(_active(step.replay, one) for one in asleep)

@@ -176,7 +176,6 @@ _LEAST_ROWS = 8
 _LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist": -1}
 _LEAST_VIEWS = 16
 _MOST_INPUTS = 3
-_SURE = 4.0  # standard errors
 _CLEARLY = 3.0  # standard errors
 _MOST_OF_IT = 0.4  # of a change: half of it is in the row and half in the column of one set with itself
 _BY_CHANCE = 0.65
@@ -257,11 +256,11 @@ def _without(leaf: torch.Tensor, row: int, one: torch.Tensor) -> torch.Tensor:
 def _place(change: torch.Tensor) -> tuple[int, int]:
     """The row and the column of a matrix that change; -1 where none does more than others."""
     size = change.double().nan_to_num().abs()
-    return _largest(size.sum(1)), _largest(size.sum(0))
-
-
-def _largest(size: torch.Tensor) -> int:
-    return int(size.argmax()) if float(size.max()) > _MOST_OF_IT * float(size.sum()) > 0 else -1
+    row, column = (
+        int(one.argmax()) if float(one.max()) > _MOST_OF_IT * float(one.sum()) > 0 else -1
+        for one in (size.sum(1), size.sum(0))
+    )
+    return row, column
 
 
 def _pairings(count: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -420,16 +419,12 @@ def bootstrapped(step: Step, target: Slot) -> tuple[Slot | None, float]:
         if made.kind == "add" and len(made.given) == 2:
             for value in made.given:
                 reward, discount = next((one for one in made.given if one != value), value), _discount(step, value)
-                if discount and _is_given(step, reward):
+                is_given = step.made_of(reward).isdisjoint(step.parameters)  # from outside, in whatever shape
+                if discount and is_given and all(one.name in _PASSING for one in step.path(reward)):
                     return value, discount
         if made.name not in _PASSING:
             break
     return None, 0.0
-
-
-def _is_given(step: Step, slot: Slot) -> bool:
-    """Whether a tensor came from outside, in whatever shape."""
-    return step.made_of(slot).isdisjoint(step.parameters) and all(one.name in _PASSING for one in step.path(slot))
 
 
 def _discount(step: Step, slot: Slot) -> float:

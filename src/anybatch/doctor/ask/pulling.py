@@ -79,14 +79,14 @@ def is_learned(step: Step, operation: Operation) -> bool:
 
     Pairs of a few samples may be learned by heart, to a lower loss, but hardly so well.
     """
-    index = next(at for at, one in enumerate(step.operations) if one is operation)
     is_angle = operation.name == "cosine_embedding_loss"
     made = step.values[operation.outs[0]].detach()
     shares = torch.linspace(0, 1, _GUESSES, dtype=torch.double, device="cpu")
     guesses = (2 * shares - 1 if is_angle else made.double().cpu().flatten().quantile(shares)).tolist()
     losses = list[float]()
     for guess in guesses:
-        run = step.with_other(index, partial(_of_angle, guess) if is_angle else partial(_of_one, made, guess))
+        alike = torch.full_like(made, guess)
+        run = step.with_other(operation, partial(_of_angle, guess) if is_angle else lambda *_, alike=alike, **__: alike)
         losses.append(step.run.sign(step.optimizer) * total(run, step.loss))
     own = step.run.sign(step.optimizer) * step.own
     return own < _LEARNED * min(losses)
@@ -97,10 +97,6 @@ def _of_angle(cosine: float, one: torch.Tensor, other: torch.Tensor, *marks: Any
     first, second = torch.zeros_like(one), torch.zeros_like(other)
     first[:, 0], second[:, 0], second[:, 1] = 1.0, cosine, (1 - cosine**2) ** 0.5
     return torch.nn.functional.cosine_embedding_loss(first, second, *marks, **options)
-
-
-def _of_one(made: torch.Tensor, distance: float, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.full_like(made, distance)
 
 
 def sides_of(step: Step, operation: Operation) -> list[Slot]:

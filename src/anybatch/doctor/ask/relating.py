@@ -258,7 +258,11 @@ def _is_best_alike(step: Step) -> bool:
 
 def meetings_of(step: Step) -> list[Meeting]:
     """The last places where both sides follow the rows, and one of them the parameters, the last one first."""
-    values, follows, found = step.values, _of_rows(step), list[Meeting]()
+    values, found = step.values, list[Meeting]()
+    given = {slot for slot in step.inputs if step.leaves[slot].shape[:1] == (step.rows,)}
+    follows = following(  # with what was drawn for each row
+        step.operations, given, lambda made: any(one.shape[:1] == (step.rows,) for one in made.drawn or ())
+    )
     for index, operation in enumerate(step.operations):
         given = set(operation.given) & follows
         made = [one for one in given if values[one].requires_grad]
@@ -291,14 +295,6 @@ def _of_terms(step: Step) -> Iterator[Meeting]:
             yield Meeting(index, target)
 
 
-def _of_rows(step: Step) -> set[Slot]:
-    """The slots that depend on what came from outside for each row, or was drawn for it."""
-    given = {slot for slot in step.inputs if step.leaves[slot].shape[:1] == (step.rows,)}
-    return following(
-        step.operations, given, lambda made: any(one.shape[:1] == (step.rows,) for one in made.drawn or ())
-    )
-
-
 def risen(
     step: Step, where: Meeting, end: float, loss: Loss | None = None, first: Replay | None = None,
     held: Mapping[Slot, torch.Tensor] | None = None,
@@ -316,7 +312,7 @@ def risen(
         if time.perf_counter() > end:
             break
         order = torch.randperm(count, generator=generator)
-        changed, moved = _exchanged(step, loss, where, partial(_in_order, order))
+        changed, moved = _exchanged(step, loss, where, lambda one: one[order.to(one.device)])  # noqa: B023 - used at once
         try:
             again = replayed(changed, moved, held=held)
         except Unknown:
@@ -332,10 +328,6 @@ def risen(
 
 def _sum(one: torch.Tensor) -> float:
     return float(one.detach().double().sum())
-
-
-def _in_order(order: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return values[order.to(values.device)]
 
 
 def _exchanged(

@@ -23,7 +23,7 @@ _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 _CUTTING = frozenset({"__getitem__", "narrow", "select"})
 _WHOLE = frozenset({"floor_divide", "__floordiv__", "long", "int", "floor", "trunc", "round"})
 _MOSTLY = 0.5
-_FEWEST = 8  # rows
+_FEWEST, _MOST_BLOCKS = 8, 4096  # rows, and blocks of them
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 _THROUGH = frozenset({"neg", "div", "mul"})
@@ -160,7 +160,7 @@ def _stays_apart(step: Step, operation: Operation) -> bool:
         return torch.cat([made[:1].flip(-1) + 1, made[1:]])
 
     place = next(at for at, one in enumerate(step.operations) if one is operation)
-    shape, results = step.values[operation.outs[0]].shape[:2], step.with_other(place, changed).results
+    shape, results = step.values[operation.outs[0]].shape[:2], step.with_other(operation, changed).results
     behind = [*zip(step.replay.results, results, strict=True)][place + 1 :]
     pairs = [pair for both in behind for pair in zip(*both, strict=True) if pair[0].shape[:2] == shape]
     return all(close(one[1:], other[1:]) for one, other in pairs)
@@ -174,7 +174,8 @@ def _pattern(one: torch.Tensor, two: torch.Tensor, order: torch.Tensor, rows: in
     for dim, size in enumerate(one.shape):
         if size % rows:
             continue
-        for outer in _divisors(size // rows):
+        count = size // rows
+        for outer in (1, count) if count > _MOST_BLOCKS else [one for one in range(1, count + 1) if count % one == 0]:
             inner = size // rows // outer
             split = one.unflatten(dim, (outer, rows, inner)).index_select(dim + 1, order).flatten(dim, dim + 2)
             if close(split, two):
@@ -188,13 +189,6 @@ def _pattern(one: torch.Tensor, two: torch.Tensor, order: torch.Tensor, rows: in
         if close(both, two):
             return first, -second
     return None
-
-
-def _divisors(number: int) -> Iterator[int]:
-    if number > 4096:
-        yield from (1, number)
-        return
-    yield from (one for one in range(1, number + 1) if number % one == 0)
 
 
 def close(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -217,7 +211,8 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
     if any(tape.numbers[one] <= last for one in tape.numbers.keys() & step.needed):  # a loss itself may be printed
         raise Unknown("a value of the step became a number of Python on the way to the loss")
 
-    if not any(sum(not _has_rows(step, one) for one in each.given) > 1 for each in step.used(*_ADDING)):
+    of_rows = {slot for slot, one in step.values.items() if one.dim() and len(one) % rows == 0}
+    if not any(sum(one not in of_rows for one in each.given) > 1 for each in step.used(*_ADDING)):
         yield said(answer="no", rows=rows)
 
     def twice(one: torch.Tensor) -> torch.Tensor:
@@ -238,11 +233,6 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
         yield said(answer="no", rows=rows)
     else:
         yield said(guilty[0], rows=rows, ratio=guilty[1])
-
-
-def _has_rows(step: Step, slot: Slot) -> bool:
-    one = step.values[slot]
-    return one.dim() > 0 and len(one) % step.rows == 0
 
 
 def _mixed(step: Step, second: Replay) -> tuple[Operation, float] | None:

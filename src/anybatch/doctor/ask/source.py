@@ -98,7 +98,8 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         >>> list(unread(ast.parse(text), {4}))
         []
     """
-    for scope in _scopes(tree):
+    blocks = [one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If))]
+    for scope in (*_functions(tree), *blocks):
         goes_back = any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines)
         if not goes_back and not _discounts(scope):
             continue
@@ -218,12 +219,6 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
-
-
-def _scopes(tree: ast.Module) -> Iterator[Any]:
-    """Functions; the whole file where something goes back outside of all."""
-    yield from _functions(tree)
-    yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:

@@ -172,10 +172,10 @@ class Step:
         """The loss where leaves are changed, or parameters have other values."""
         return total(replayed(self.tape, self.loss, change, held=held), self.loss)
 
-    def with_other(self, index: int, func: Callable[..., Any]) -> Replay:
+    def with_other(self, operation: Operation, func: Callable[..., Any]) -> Replay:
         """The step again with another function in the place of that of an operation."""
-        operations = [*self.tape.operations]
-        operations[index] = replace(operations[index], name="other", func=func, drawn=None)
+        other = replace(operation, name="other", func=func, drawn=None)
+        operations = [other if one is operation else one for one in self.tape.operations]
         return replayed(self.tape.changed(operations), self.loss)
 
 

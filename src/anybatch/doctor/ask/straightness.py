@@ -39,17 +39,14 @@ def layers(step: Step) -> Iterator[Probed]:
     pairs = [one for one in every if one[1] >= min(one[0], one[2]) > 0]
     made = following(step.operations, (out for at in products for out in step.operations[at].outs))
     behind = (one for one in step.used() if made & set(one.given))  # what comes into the first layer is an input
-    if pairs and (step.tape.opaque & step.needed or any(_hides(step, one) for one in behind)):
+    sides = (
+        [any(step.values[slot].requires_grad for slot in side) for side in (one.given, one.outs)] for one in behind
+    )
+    if pairs and (step.tape.opaque & step.needed or [True, False] in sides):  # as by the forward of an own function
         raise Unknown("a part of the step was computed by what has no graph, which may bend")
     if pairs:
         sizes = dict.fromkeys(pair for one in pairs[::-1] for pair in (one[:2], one[1:]))
         yield said(step.loss, root=step.root, layers=[f"{one}→{other}" for one, other in sizes])
-
-
-def _hides(step: Step, one: Operation) -> bool:
-    """Whether what it gives has no graph, though what it was given has, as in the forward of an own function."""
-    has_graph = [any(step.values[slot].requires_grad for slot in side) for side in (one.given, one.outs)]
-    return has_graph == [True, False]
 
 
 def _pairs(step: Step) -> tuple[list[tuple[int, int, int]], list[int]]:

@@ -216,7 +216,8 @@ class Tape(SafeMode):
         self.rewrites |= (
             writes(name, kwargs)
             or name == "requires_grad"
-            or any(self._slot_of(one) is not None and _is_written(one) for one in found)
+            # an operation that gives what it was given need not have written to it
+            or any(self._slot_of(one) is not None and (one.is_inference() or one._version > 0) for one in found)
         )
         self.size += sum(one.numel() * one.element_size() for one in found)
         operation.outs = tuple([self._slot_of_new(one) for one in found])
@@ -284,11 +285,6 @@ def _nodes_of(starts: list[Any]) -> Iterator[Any]:
             marks[_WRITTEN] = True
             yield node
             starts.extend([behind for behind, _ in node.next_functions])
-
-
-def _is_written(tensor: torch.Tensor) -> bool:
-    """Whether something has written to it in place; an operation that gives what it was given need not have."""
-    return tensor.is_inference() or tensor._version > 0
 
 
 def slots(value: Any) -> Iterable[Slot]:

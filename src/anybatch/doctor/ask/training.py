@@ -95,14 +95,15 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     _, name, given = batches[-1]
     inputs, targets = torch.cat([one for one, *_ in batches]), torch.cat([one["target"] for *_, one in batches])
     counted = _counted(targets, name).to(inputs.device)
-    once = _once(inputs[counted])
+    different = {mark: number for number, mark in enumerate(_marks_of(inputs[counted]))}
+    once = torch.tensor(sorted(different.values()), device=inputs.device)  # one of those that are alike
     is_fresh = len(once) > (1 - _REPEATED) * int(counted.sum())  # none came twice, to be learned by heart
     inputs, targets = inputs[counted][once], targets.to(inputs.device)[counted][once]
     labels, seen = _classes(targets, name), dict[str, Any](samples=len(once), fresh=is_fresh, texts=bool(texts))
     is_mask = _is_mask(given["target"], name)
     if labels is None:
         _refuse_few(len(once), _LEAST_MASKS if is_mask else _LEAST_NUMBERS)
-        is_related = _related(*(_thinned(one.reshape(len(once), -1)).double() for one in (inputs, targets)))
+        is_related = _related(inputs, targets)
     else:
         seen |= {"classes": (count := _count_of(labels)), "fresh": is_fresh and not _came_again(kept, batches)}
         of = _counts_of_words(inputs) if texts else inputs
@@ -166,11 +167,6 @@ def _are_pairs(texts: torch.Tensor, once: torch.Tensor) -> bool:
     return False
 
 
-def _thinned(rows: torch.Tensor) -> torch.Tensor:
-    """Some columns, evenly spread, where there are many, as pixels."""
-    return rows[:, :: -(-rows.shape[1] // _MOST_COLUMNS)]
-
-
 def _chance(labels: torch.Tensor | None, guess: float) -> float:
     """How far the loss of a guess differs by chance: of numbers by itself, of classes by how frequent they are."""
     if labels is None:
@@ -232,12 +228,6 @@ def _count_of(labels: torch.Tensor) -> int:
 def _refuse_few(count: int, least: int) -> None:
     if count < least:
         raise Unknown(f"{count} different samples were kept, which are too few")
-
-
-def _once(rows: torch.Tensor) -> torch.Tensor:
-    """The number of each row that is unlike all others, and of one of those that are alike."""
-    different = {mark: number for number, mark in enumerate(_marks_of(rows))}
-    return torch.tensor(sorted(different.values()), device=rows.device)
 
 
 def _marks_of(rows: torch.Tensor) -> list[float]:
@@ -438,8 +428,10 @@ _KNOWS = 3.0  # standard errors of a correlation
 
 def _related(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether nearest neighbours, or a straight line, know something of targets."""
-    inputs, targets = inputs[:_MOST_COMPARED], targets[:_MOST_COMPARED].to(inputs.device)
-    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (inputs, targets))
+    rows = [each[:_MOST_COMPARED].to(inputs.device).flatten(1) for each in (inputs, targets.unsqueeze(-1))]
+    # some columns, evenly spread, where there are many, as pixels
+    thin = (each[:, :: -(-each.shape[1] // _MOST_COLUMNS)].double() for each in rows)
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in thin)
     distances = torch.cdist(one, one).fill_diagonal_(math.inf)
     near = other[distances.topk(_NEIGHBOURS, largest=False).indices].mean(1)
     far = (_KNOWS + math.sqrt(2 * math.log(other.shape[1]))) / len(other) ** 0.5  # the largest of so many by chance

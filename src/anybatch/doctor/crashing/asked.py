@@ -313,7 +313,8 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
     """The line that makes the layer, with the option that was changed."""
     module, cls = call.subject, type(call.subject).__name__
     path = live.module_name(module) or call.title
-    positions = name == "num_embeddings" and any(_is_arange(one.value) for one in call.operands)
+    given = [one.value for one in call.operands if isinstance(one.value, torch.Tensor) and one.value.dim()]
+    positions = name == "num_embeddings" and any((one == torch.arange(one.shape[-1])).all() for one in given)
     more = f"; or cut the sequences to {module.num_embeddings} tokens" if positions else ""
     plain = value[0] if isinstance(value, tuple) else value
     unnamed: dict[tuple[str, int, int], ast.Call] = {}
@@ -336,10 +337,6 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
         rest = module.out_features if name == "in_features" else module.embedding_dim
         return f"{path}: nn.{cls}({plain}, {rest}){more}"
     return f"{name}={plain} in {path}"
-
-
-def _is_arange(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == torch.arange(value.shape[-1])).all())
 
 
 def _has_option(node: ast.Call, name: str, module: Any) -> bool:

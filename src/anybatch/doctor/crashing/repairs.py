@@ -232,7 +232,8 @@ def _edited(call: Call, *edits: tuple[Operand, Edit]) -> Candidate:
 def _functions(call: Call) -> Iterator[Candidate]:
     """Another function of the same operands: of a method in place the one that is not, of a class its object."""
     subject, name = call.subject, call.name
-    if call.function is operator.getitem and _is_number((of := call.operands[0]).value):
+    of = call.operands[0] if call.operands else Operand(0, None)
+    if call.function is operator.getitem and isinstance(of.value, torch.Tensor) and of.value.dim() == 0:
         yield Repair("number", option=(call.title, f"{of.text}.item()")), of.value.item
     if name in _FUNCTIONS:
         text, other = _FUNCTIONS[name]
@@ -242,10 +243,6 @@ def _functions(call: Call) -> Iterator[Candidate]:
         yield Repair("out of place", option=(name, name.removesuffix("_"))), lambda: call.run(function=plain)
     if inspect.isclass(subject) and issubclass(subject, torch.nn.Module):
         yield Repair("function", option=(call.title, f"{call.title}()")), lambda: call.run(function=subject())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _resized(call: Call, text: str) -> Iterator[Candidate]:

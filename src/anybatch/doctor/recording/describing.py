@@ -223,19 +223,15 @@ def _flags(tensor: torch.Tensor) -> torch.Tensor | None:
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     try:
-        if tensor.device.type == "cpu" and not _starts_alike(tensor):
-            return None
+        is_short = tensor.dim() == 0 or len(tensor) == 1
+        if tensor.device.type == "cpu" and not is_short and not torch.equal(tensor[0], tensor[-1]):
+            return None  # without two equal rows nothing is constant
         low, high = torch.aminmax(tensor)
         is_matrix = tensor.dim() >= 2 and tensor.shape[0] > 1
         equal = (tensor == tensor[:1]).all() if is_matrix else torch.zeros((), device=tensor.device)
         return torch.stack([low.float(), high.float(), equal.float()])
     except (RuntimeError, NotImplementedError, TypeError):  # fakes, wrappers, layouts without comparison
         return None
-
-
-def _starts_alike(tensor: torch.Tensor) -> bool:
-    """Whether the first entries of the first two rows are the same, without which nothing is constant."""
-    return tensor.dim() == 0 or len(tensor) == 1 or torch.equal(tensor[0], tensor[-1])
 
 
 def plain_rate(value: Any) -> float:

@@ -121,7 +121,7 @@ def accum_tail_dropped(run: Run) -> Iterator[Found]:
     """Ends of epochs that are cleared without a step."""
     for one, found, count in _accumulating(run):
         cleared = [(w, clear) for w in found if 0 < len(w.passes) - len(w.used) < count and (clear := _cleared(w))]
-        bad = [(window, clear) for window, clear in cleared if _ends_before(window, clear)]
+        bad = [(window, clear) for window, clear in cleared if _ends_in(window, window.passes[0], clear)]
         is_guessed = not any(run.of(Epoch)) and _regular(_complete(found), [window for window, _ in cleared])
         if is_guessed:  # it may be a measurement of gradients as well
             bad = cleared
@@ -151,10 +151,9 @@ def _cleared(window: Window) -> Cleared | None:
     return clear if window.clears == 1 else None
 
 
-def _ends_before(window: Window, clear: Cleared) -> bool:
-    """Whether an epoch ended between the first backward and a clearing."""
-    ends = [one.at for one in window.events if isinstance(one, Epoch) and one.ended]
-    return any(window.passes[0].fact.at < end < clear.at for end in ends)
+def _ends_in(window: Window, first: Pass, last: Backward | Cleared) -> bool:
+    """Whether an epoch ended between a backward and something behind it."""
+    return any(isinstance(one, Epoch) and one.ended and first.fact.at < one.at < last.at for one in window.events)
 
 
 @rule("AB354", "ACCUM_TAIL_LEAKS", "warning", explains=RUNS_AWAY)
@@ -163,7 +162,7 @@ def accum_tail_leaks(run: Run) -> Iterator[Found]:
     for one, found, count in _accumulating(run):
         whole = _complete(found)
         longer = [window for window in whole if count < len(window.used) < 2 * count]
-        bad = [window for window in longer if _mixed(window)]
+        bad = [window for window in longer if _ends_in(window, window.used[0], window.used[-1].fact)]
         if not bad and not any(run.of(Epoch)) and _regular(whole, longer):
             bad = longer
         others = sum(len(window.used) != count for window in whole)
@@ -190,12 +189,6 @@ def _regular(whole: list[Window], longer: list[Window]) -> bool:
     distances = {second - first for first, second in itertools.pairwise(places)}
     alike = len({(len(one.used), len(one.passes)) for one in longer}) == 1
     return len(places) >= _ENOUGH and alike and len(distances) == 1 and max(distances) > 1
-
-
-def _mixed(window: Window) -> bool:
-    """Whether an epoch ended between two backwards that a step used."""
-    first, last = window.used[0].fact.at, window.used[-1].fact.at
-    return any(isinstance(one, Epoch) and one.ended and first < one.at < last for one in window.events)
 
 
 _MEANS = ("Mean", "NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCrossEntropy", "KlDiv", "SoftMargin")

@@ -64,15 +64,11 @@ _SINCE: dict[str, Callable[[Run, Probed], LossCall | Probed | int]] = {
 }
 
 
-def _copy_call(run: Run, probed: Probed) -> Forward | tuple[str, int]:
-    """The first call of a net that never has a gradient."""
-    calls = (one for one in run.of(Forward) if one.root == probed.root and one.module == probed.module)
-    return next(calls, NOWHERE)
-
-
 _WHERE: dict[str, Callable[[Run, Probed], Forward | tuple[str, int] | None]] = {
     "the first call": lambda run, probed: first_call(run, probed.root),
-    "the copy": _copy_call,
+    "the copy": lambda run, probed: next(  # the first call of a net that never has a gradient
+        (one for one in run.of(Forward) if (one.root, one.module) == (probed.root, probed.module)), NOWHERE
+    ),
 }
 
 

@@ -9,11 +9,11 @@ from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.measures import gradients, latest, outputs
 from anybatch.doctor.views.naming import by_line, first_call, near, root_variable
-from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.optimizing import measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
 from anybatch.records.events import Backward, Stepped
-from anybatch.records.lossfacts import LossCall, Probed, Walk
+from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
 
@@ -155,17 +155,16 @@ def _below(run: Run) -> Iterator[list[LossCall]]:
     """The calls of each line that give less than their loss function can, where they are two at least."""
     for calls in by_line(run, lambda one: one.function == "kl_div" or one.function in _NEVER_NEGATIVE).values():
         least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
-        below = [one for one in calls if one.value is not None and one.value < least and _is_bound(one)]
+        below = [one for one in calls if one.value is not None and one.value < least]
+        below = [  # by more than by its weights
+            one for one in below
+            if not one.weighted or one.function in ("nll_loss", "kl_div") or (one.target_mean or 0.0) > 1
+        ]  # fmt: skip
         if calls[0].function == "kl_div":
             known = [one.target_normalised for one in calls if one.target_normalised is not None]
             below = [one for one in below if all(known) and known and _of_a_row(one) < _LEAST_DIVERGENCE]
         if len(below) >= 2:
             yield below
-
-
-def _is_bound(call: LossCall) -> bool:
-    """Whether its weights can't be what makes it negative."""
-    return not call.weighted or call.function in ("nll_loss", "kl_div") or (call.target_mean or 0.0) > 1
 
 
 def _of_a_row(call: LossCall) -> float:
@@ -290,7 +289,17 @@ def not_learning(
     if found.word != "not learning" or warms_up:
         return
     if found.unrelated is not None:
-        yield _of_nobody(found.unrelated, found.steps, end)
+        seen, asked = found.unrelated.evidence, found.unrelated
+        moved = "the targets" if asked.probe == "related" else "one of the inputs"
+        yield Found(
+            text=f"It did not learn: after {found.steps} steps the loss of a batch is {seen['loss']:.4g}, and with "
+            f"{moved} of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+            fix=_LOOK.format("target"),
+            cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
+            since=end,
+            where=(asked.file, asked.line),
+            evidence=seen,
+        )
     if found.call is not None:
         yield Found(
             text=f"It did not learn: {found.call.function} ends at {found.last:.4g} after {found.steps} steps, and the "
@@ -310,20 +319,6 @@ _LOOK = (
 )
 
 
-def _of_nobody(probed: Probed, steps: int, end: int) -> Found:
-    """The loss is the same with the targets of other rows."""
-    seen, moved = probed.evidence, "the targets" if probed.probe == "related" else "one of the inputs"
-    return Found(
-        text=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with {moved} "
-        f"of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
-        fix=_LOOK.format("target"),
-        cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
-        since=end,
-        where=(probed.file, probed.line),
-        evidence=seen,
-    )
-
-
 @rule(
     "AB561", "GRADIENTS_ZERO", "error", needs=(Norms,),
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "NOT_LEARNING", "VANISHING", "DEAD_UNITS"),
@@ -333,7 +328,8 @@ def gradients_zero(
 ) -> Iterator[Found]:
     """Optimizers all of whose gradients are zero."""
     for one in measured(run):
-        empty = [_is_zero(one, norms) for norms in one.samples]
+        every = [[grad for n, grad in gradients(norms).items() if n in one.groups] for norms in one.samples]
+        empty = [bool(found) and not any(found) for found in every]
         half = len(empty) // 2
         if half < samples or not all(empty[half:]) or len(one.steps) < steps or (not all(empty) and one.losses.fell):
             continue
@@ -360,8 +356,3 @@ def gradients_zero(
             where=back if asked is None else asked,
             evidence={"samples": len(one.samples), "since_step": first.step, "loss": back.value},
         )
-
-
-def _is_zero(one: OptimizerView, norms: Norms) -> bool:
-    found = [grad for number, grad in gradients(norms).items() if number in one.groups]
-    return bool(found) and not any(found)

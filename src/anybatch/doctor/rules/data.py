@@ -296,7 +296,6 @@ def _never_drawn(run: Run) -> Iterator[Found]:
             fix="WeightedRandomSampler(class_weights[targets], len(targets))  # a weight for each sample",
             cause="The weights are those of the classes, and not of the samples.",
             since=one,
-            where=one,
             evidence={"weights": one.weights, "rows": one.rows},
         )
 

@@ -49,16 +49,13 @@ def _constant_terms(run: Run) -> Iterator[Found]:
             key = (term.op, term.file, term.line)
             if term.op == "numpy" and len({*values[key]}) < 2:
                 continue  # a number of NumPy that is computed with nothing of the step, as log(2 pi)
-            if _trains(term) or not term.stopped or key in seen or _cancels(term, paths):
+            # the gradient of a residual may end at the points that it was derived by
+            trains = term.has_gradient and (term.parameters > 0 or term.by != "autograd.grad")
+            if trains or not term.stopped or key in seen or _cancels(term, paths):
                 continue
             if not walks or any(walk.constant_terms for walk in walks[-3:]):
                 seen.add(key)
                 yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
-
-
-def _trains(term: Term) -> bool:
-    """Whether a gradient goes through a term; that of a residual may end at the points that it was derived by."""
-    return term.has_gradient and (term.parameters > 0 or term.by != "autograd.grad")
 
 
 def _cancels(term: Term, paths: Paths) -> bool:
@@ -135,11 +132,12 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         followed = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
         asked = (one for one in run.answers("cut off") if one.evidence["optimizer"] == step.optimizer)
         cut = followed or next(asked, None)
+        op = str(cut.evidence["op"] if isinstance(cut, Probed) else cut.op) if cut else ""
         yield Found(
             text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
             f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
             fix=f"compute this term on outputs of {root} that are not detached"
-            + (f": {_operation(cut)}{near(cut)}" if cut is not None else ""),
+            + (f": {'rsample() in place of sample()' if op == 'normal' else op}{near(cut)}" if cut else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
             f"{', '.join(others)}.",
             since=one.fact,
@@ -150,11 +148,6 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
             module=root,
             evidence={"parameters": len(parts), "times": len(found)},
         )
-
-
-def _operation(cut: Any) -> str:
-    name = str(cut.evidence["op"] if isinstance(cut, Probed) else cut.op)
-    return "rsample() in place of sample()" if name == "normal" else name
 
 
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
@@ -268,11 +261,6 @@ def _kinds(run: Run, one: Pass) -> Mapping[str, int]:
     return walk.kinds
 
 
-def _regresses(run: Run, one: Pass) -> bool:
-    """Whether a backward was called on a regression: a loss function of torch, or squares and their mean."""
-    return any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, one))
-
-
 def _weights_logs(run: Run, one: Pass) -> bool:
     """Whether a backward was called on products with log-probabilities, and on no loss function of torch."""
     own, losses = _kinds(run, one), ("NllLoss", "MseLoss", "SmoothL1", "Huber", "BinaryCross", "KlDiv")
@@ -324,7 +312,8 @@ def _leak(
             continue
         begin, end = (bisect(steps, (back.fact.at,)) for back in (one, last))
         between = any(number in others for _, number in steps[begin:end])
-        if between or (_regresses(run, last) and _weights_logs(run, one)):
+        regresses = any(kind.startswith(("Pow", "MseLoss", "SmoothL1", "Huber", "Abs")) for kind in _kinds(run, last))
+        if between or (regresses and _weights_logs(run, one)):
             return one, others[0]
     return None
 

@@ -82,9 +82,17 @@ def _doubled(run: Run, batches: float) -> Iterator[Found]:
             enough = len(looked) >= batches and all((one.low or 0.0) >= 0 for one in looked)
         sigmoid = function in _SIGMOID_LOSSES
         if function not in wanted or not (direct in ("softmax", "sigmoid") or enough):
-            if function == "cross_entropy" and (direct == "log_softmax" or _is_log(calls, batches)):
-                yield _log_twice(run, calls[0])
-        elif direct or not sigmoid or (_is_squashed(looked) and _squashes(run)):
+            of_logs = [one.log_normalised for one in calls if one.low is not None]
+            is_log = direct == "log_softmax" or (len(of_logs) >= batches and all(of_logs))
+            if function == "cross_entropy" and is_log:
+                yield Found(
+                    text="cross_entropy gets log-probabilities; it takes their log-softmax once more, which changes "
+                    "nothing.",
+                    fix="F.nll_loss for log-probabilities, or F.cross_entropy for raw scores",
+                    since=calls[0],
+                    severity="info",
+                )
+        elif direct or not sigmoid or (_is_squashed(looked) and _may_have(run, "Sigmoid", "Hardsigmoid")):
             made = direct or ("sigmoid" if sigmoid else "softmax")
             at = (looked or calls)[int(min(batches, len(looked or calls))) - 1]
             yield _probabilities(run, calls[0], looked, made, at, sure=bool(direct))
@@ -104,7 +112,7 @@ def _probabilities(
     low = min((one.low for one in looked if one.low is not None), default=0.0)
     high = max((one.high for one in looked if one.high is not None), default=1.0)
     takes = "their logarithms" if function in of_logarithms else f"raw scores: it applies a {made} itself"
-    made = made if sure or function not in of_logarithms or _has_softmax(run) else ""
+    made = made if sure or function not in of_logarithms or _may_have(run, "Softmax") else ""
     given = f"probabilities ({f'{made}; ' if made else ''}from {low:.2g} to {high:.2g})"
     changed_places = function == "kl_div" and call.target_requires_grad
     if changed_places:
@@ -128,11 +136,11 @@ def _probabilities(
     )
 
 
-def _has_softmax(run: Run) -> bool:
-    """Whether there may be a softmax: a graph or a model has one, or no graph was looked at."""
+def _may_have(run: Run, *activations: str) -> bool:
+    """Whether there may be one of some activations: a graph or a model has one, or no graph was looked at."""
     kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
-    modules = any(one.cls == "Softmax" for root in run.roots.values() for one in root.modules)
-    return modules or not kinds or any(kind.startswith("Softmax") for kind in kinds)
+    modules = any(one.cls in activations for root in run.roots.values() for one in root.modules)
+    return modules or not kinds or any(kind.startswith(activations) for kind in kinds)
 
 
 def _only(run: Run, made: str) -> str:
@@ -149,32 +157,11 @@ def _refutes(calls: list[LossCall], activation: str) -> bool:
     return any((one.low is not None and one.low < 0) or (one.high is not None and one.high > 1) for one in calls)
 
 
-def _is_log(calls: list[LossCall], batches: float) -> bool:
-    looked = [one for one in calls if one.low is not None]
-    return len(looked) >= batches and all(one.log_normalised for one in looked)
-
-
 def _is_squashed(calls: list[LossCall]) -> bool:
     """Whether all scores lie strictly between 0 and 1, and are not all alike."""
     lows = [one.low for one in calls if one.low is not None]
     highs = [one.high for one in calls if one.high is not None]
     return len(lows) >= 5 and min(lows) > 0 and max(highs) < 1 and max(highs) - min(lows) > 1e-3
-
-
-def _squashes(run: Run) -> bool:
-    """Whether there is a sigmoid that may have made them; scores may lie between 0 and 1 by themselves."""
-    modules = any(one.cls in ("Sigmoid", "Hardsigmoid") for root in run.roots.values() for one in root.modules)
-    kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
-    return modules or not kinds or any(kind.startswith(("Sigmoid", "Hardsigmoid")) for kind in kinds)
-
-
-def _log_twice(run: Run, call: LossCall) -> Found:
-    return Found(
-        text="cross_entropy gets log-probabilities; it takes their log-softmax once more, which changes nothing.",
-        fix="F.nll_loss for log-probabilities, or F.cross_entropy for raw scores",
-        since=call,
-        severity="info",
-    )
 
 
 @rule("AB602", "LOSS_BROADCAST", "error", explains=(*LEARNS_NOTHING, "LR_TOO_LOW", "VANISHING", "LABEL_MISALIGNED"))
@@ -265,7 +252,6 @@ def _of_density(run: Run, least: float) -> Iterator[Found]:
             fix=f".log_prob(value{'.squeeze(-1)' if len(value) == 2 else '[:, None]'})",
             cause=_BROADCAST,
             since=one,
-            where=one,
             evidence={"value_shape": list(value), "batch_shape": list(batch), "result": list(result)},
         )
         return

@@ -265,8 +265,15 @@ _ANOMALY = "with torch.autograd.set_detect_anomaly(True): ...  # around that ste
 def nan_in_forward(run: Run) -> Iterator[Found]:
     """The first number that is not finite, if it is not a gradient's."""
     first = next((one for one in run.of(NonFinite) if one.where != "gradient" and _matters(run, one)), None)
+    for bad in _lost_losses(run)[:1] if not any(True for _ in run.of(NonFinite)) else ():
+        yield Found(
+            text=f"The loss is {bad.value} at step {bad.step}.",
+            fix=f"{_ANOMALY}, to see which operation made it",
+            cause="From the loss it goes into all gradients and weights.",
+            since=bad,
+            evidence={"step": bad.step},
+        )
     if first is None:
-        yield from _only_the_loss(run)
         return
     what = {
         "input": "The data", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
@@ -338,18 +345,6 @@ def _matters(run: Run, bad: NonFinite) -> bool:
 
 def _lost_losses(run: Run) -> list[Backward]:
     return [one for one in run.of(Backward) if one.value is not None and not math.isfinite(one.value)]
-
-
-def _only_the_loss(run: Run) -> Iterator[Found]:
-    """What can be said when only the value of a loss is known."""
-    for bad in _lost_losses(run)[:1] if not any(True for _ in run.of(NonFinite)) else ():
-        yield Found(
-            text=f"The loss is {bad.value} at step {bad.step}.",
-            fix=f"{_ANOMALY}, to see which operation made it",
-            cause="From the loss it goes into all gradients and weights.",
-            since=bad,
-            evidence={"step": bad.step},
-        )
 
 
 def _repair(run: Run, bad: NonFinite) -> str:

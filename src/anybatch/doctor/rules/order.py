@@ -246,11 +246,12 @@ def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones m
 def step_twice(run: Run, *, steps: float = Limit(3, "of those whose gradients were measured")) -> Iterator[Found]:
     """Optimizers that step a second time along the same gradients."""
     for one in optimizers(run):
-        norms = {norm.number: _gradients_of(norm, one) for norm in run.of(Norms) if norm.optimizer == one.number}
+        own = ((norm.number, gradients(norm)) for norm in run.of(Norms) if norm.optimizer == one.number)
+        norms = {number: [grad for each, grad in found.items() if each in one.own] for number, found in own}
         pairs = [
             (window, before, step)
             for (_, before), (window, step) in pairwise(one.stepped)
-            if before.number + 1 == step.number and norms.get(step.number)
+            if before.number + 1 == step.number and any(norms.get(step.number, ()))
         ]
         again = [
             (before, step)
@@ -320,9 +321,3 @@ def _twice_in(window: Window) -> tuple[Backward, Backward] | tuple[()] | None:
 def _weight(backs: list[Pass]) -> float:
     """The sum of what was passed as ``gradient=``, which the value does not show; that of micro-batches is 1."""
     return round(sum(back.fact.weight for back in backs), 6)
-
-
-def _gradients_of(norm: Norms, one: OptimizerView) -> tuple[float, ...]:
-    """The norms of an optimizer's gradients; empty where all are zero."""
-    found = tuple(grad for number, grad in gradients(norm).items() if number in one.own)
-    return found if any(found) else ()

@@ -304,8 +304,11 @@ def _stuck(one: OptimizerView, long: _Long) -> _Harm | None:
     """A loss that ends above its start, or peaks and ends where a constant guess is."""
     losses, prior = one.losses, one.losses.prior
     after = losses.since(long.at).finite
-    if len(after) < 5 or adversarial(one.run, one.number) or not losses.is_positive or _falls_still(after):
+    if len(after) < 5 or adversarial(one.run, one.number) or not losses.is_positive:
         return None
+    quarter = len(after) // 4
+    if median(after[-quarter:]) < 0.8 * median(after[-2 * quarter : -quarter]):
+        return None  # the last quarter lies well below the one before: such a loss stays nowhere yet
     if _may_rise(one.run):
         return None
     if prior is None and _one_at_a_time(one.run):
@@ -319,12 +322,6 @@ def _stuck(one: OptimizerView, long: _Long) -> _Harm | None:
         known = f", no better than a constant guess ({prior:.3g})" if prior else ""
         return _Harm(f"the loss peaks at {peak:.3g} and stays at {losses.last:.3g}{known}", numbers)
     return None
-
-
-def _falls_still(values: list[float]) -> bool:
-    """Whether the last quarter of the losses lies well below the one before: such a loss stays nowhere yet."""
-    quarter = max(1, len(values) // 4)
-    return median(values[-quarter:]) < 0.8 * median(values[-2 * quarter : -quarter])
 
 
 def _one_at_a_time(run: Run) -> bool:

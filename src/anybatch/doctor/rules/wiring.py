@@ -253,7 +253,6 @@ def _emptied(run: Run) -> Iterator[Found]:
                 fix="params = list(filter(..., model.parameters()))  # a list can be given more than once",
                 cause="filter, map, a generator and parameters() give each parameter once, and are used up then.",
                 since=new,
-                where=new,
                 parameters=left,
                 optimizer=new.optimizer,
                 evidence={"parameters": len(names), "group": places[0], "optimizers": len(made)},
@@ -407,24 +406,20 @@ def opt_param_twice(run: Run, *, iterations: float = Limit(3, "by chance")) -> I
                 continue
             count[pair] += 1
             if iterations <= count[pair] < iterations + 1:
-                yield _twice(run, first, second, one, shared)
+                names = names_of(run, shared)
+                yield Found(
+                    text=f"{names} {names:is|are} in {first} and in {second}, and both step on the same gradient.",
+                    fix=f"leave them out of one of the two: {second} = {second.facts.cls}([p for p in ... if p not in "
+                    f"those of {first}], ...)",
+                    cause=f"Each iteration moves {names:it|them} twice, the second time with a gradient of old values.",
+                    since=one,
+                    where=second.facts,
+                    step=one.number,
+                    parameters=shared,
+                    optimizer=second.number,
+                    evidence={"shared": len(names), "iterations": 3},
+                )
         last[one.optimizer] = one
-
-
-def _twice(run: Run, first: OptimizerView, second: OptimizerView, step: Stepped, shared: frozenset[int]) -> Found:
-    names = names_of(run, shared)
-    return Found(
-        text=f"{names} {names:is|are} in {first} and in {second}, and both step on the same gradient.",
-        fix=f"leave them out of one of the two: {second} = {second.facts.cls}([p for p in ... if p not in those of "
-        f"{first}], ...)",
-        cause=f"Each iteration moves {names:it|them} twice, the second time with a gradient of old values.",
-        since=step,
-        where=second.facts,
-        step=step.number,
-        parameters=shared,
-        optimizer=second.number,
-        evidence={"shared": len(names), "iterations": 3},
-    )
 
 
 @rule("AB105", "OPT_STATE_RESET", "warning", explains=RUNS_AWAY, slows=True)

@@ -75,7 +75,12 @@ def facts_of_loss(
             if name == "kl_div" and target.dim() and target.numel() <= _READ:
                 facts["target_normalised"] = _are_distributions(target.exp() if given.get("log_target") else target)
             if by_class and name != "multi_margin_loss":
-                facts |= _shift(target, ignore, args, kwargs)
+                found = [  # by how much they are ahead of tokens that the root was given, and of which of these
+                    ahead | {"shifted": place}
+                    for place, tokens in enumerate(tokens_of((args, kwargs)))
+                    if tokens is not None and (ahead := ahead_of(target, ignore, tokens))
+                ]
+                facts |= min(found, key=lambda one: (one["shift"] != 1, one["shifted"]), default={})
     except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
         return facts
     return facts
@@ -152,16 +157,6 @@ def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dic
     entries = ("target_mean", "target_std", "target_low", "target_high")
     found |= zip(entries, torch.stack([mean, deviation, *ends]).tolist(), strict=False)
     return found
-
-
-def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """By how much the targets are ahead of tokens that the root was given, and of which of these; one place first."""
-    found = [
-        ahead | {"shifted": place}
-        for place, tokens in enumerate(tokens_of((args, kwargs)))
-        if tokens is not None and (ahead := ahead_of(target, ignore, tokens))
-    ]
-    return min(found, key=lambda one: (one["shift"] != 1, one["shifted"]), default={})
 
 
 def ahead_of(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> dict[str, Any]:
@@ -341,7 +336,9 @@ class Calls:
             )
         else:
             self._evaluation = [name, user_place(3), 1, value, counts]
-            self._first = {"scales": _scales_of(name, first, others[0]), "shapes": _shapes_of(name, first, others[0])}
+            both = [one for one in (first, others[0]) if isinstance(one, torch.Tensor) and name not in _OF_CLASSES]
+            shapes = tuple(tuple(one.shape) for one in both)
+            self._first = {"scales": _scales_of(name, first, others[0]), "shapes": shapes}
             self._targets = Targets(name) if self._evaluations < _LOOKED_AT else None
             self._evaluations += 1
         if self._targets is not None and not self._targets.add(first, others):
@@ -472,11 +469,6 @@ def _scales_of(name: str, made: Any, target: Any) -> tuple[float, ...]:
         return ()
     found = (torch.std_mean(one.detach().double()) for one in both)
     return tuple(float(one) for std, mean in found for one in (mean, std))
-
-
-def _shapes_of(name: str, made: Any, target: Any) -> tuple[tuple[int, ...], ...]:
-    both = [one for one in (made, target) if isinstance(one, torch.Tensor) and name not in _OF_CLASSES]
-    return tuple(tuple(one.shape) for one in both)
 
 
 @unseen

@@ -205,16 +205,17 @@ def origin_in(start: Any) -> Origin | None:
     It is told from what the graph has saved, as far as that can be read without running anything.
     """
     order = list(inputs_first(start, most=_LIMIT))
-    found = _first(order, _nan_or_inf) or _culprit(order, what_went_in) or _first(order, _not_finite)
+    found = _first(order, lambda one: one.isnan() | (one == float("inf"))) or _culprit(order, what_went_in)
+    found = found or _first(order, lambda one: ~one.isfinite())
     return found or _culprit(order, overflows) or _brought(order, order)
 
 
-def _first(order: list[Any], bad: Callable[[torch.Tensor], bool]) -> Origin | None:
-    """The first node that has saved something bad; minus infinity alone may be a mask that is meant."""
+def _first(order: list[Any], bad: Callable[[torch.Tensor], torch.Tensor]) -> Origin | None:
+    """The first node that has saved a bad entry; minus infinity alone may be a mask that is meant."""
     for node in order:
         results = False
         for name, tensor in saved_by(node):
-            if not tensor.is_floating_point() or not bad(tensor):
+            if not tensor.is_floating_point() or not bool(bad(tensor).any()):
                 continue
             if name.startswith(_RESULTS):
                 results = True
@@ -237,14 +238,6 @@ def hidden_rows(start: Any) -> Origin | None:
 def kind_of(tensor: torch.Tensor) -> str:
     """What numbers that are not finite are: ``"nan"`` if any is, else ``"inf"``."""
     return "nan" if bool(tensor.isnan().any()) else "inf"
-
-
-def _nan_or_inf(tensor: torch.Tensor) -> bool:
-    return bool((tensor.isnan() | (tensor == float("inf"))).any())
-
-
-def _not_finite(tensor: torch.Tensor) -> bool:
-    return not bool(tensor.isfinite().all())
 
 
 def _maker(node: Any, name: str, tensor: torch.Tensor) -> Origin:
@@ -408,10 +401,11 @@ def risky(
         if only_bad and (why := _why(node)):
             is_hidden = node.name() in _STEEP_AND_INFINITE
             (behind if is_behind else unlikely if is_hidden else certain).append((node, why))
-        if only_bad and _is_masked(node):
-            masked.append((node, _MASKED))
-        for after, _ in node.next_functions:
-            if after is not None and after not in chosen:
+        before = [after for after, _ in node.next_functions if after is not None]
+        if only_bad and node.name() == "SoftmaxBackward0" and before and before[0].name().startswith(_MASKING):
+            masked.append((node, _MASKED))  # of scores some of which a mask has hidden
+        for after in before:
+            if after not in chosen:
                 chosen[after] = is_behind or node.name().startswith(_CHOOSING)
                 waiting.append(after)
     # What stands behind a choice is the branch that was not taken; without one it is where values are finite.
@@ -420,12 +414,6 @@ def risky(
         return origin_of(masked[-1][0], "forward", _MASKED), leaves
     found += unlikely
     return (_told(found) if found else None), leaves
-
-
-def _is_masked(node: Any) -> bool:
-    """Whether it is a softmax of scores some of which a mask has hidden."""
-    before = [after for after, _ in node.next_functions if after is not None]
-    return node.name() == "SoftmaxBackward0" and bool(before) and before[0].name().startswith(_MASKING)
 
 
 def _told(found: list[tuple[Any, str]]) -> Origin:

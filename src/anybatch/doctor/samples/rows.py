@@ -38,7 +38,7 @@ class Rows:
     def train(self, root: int, first: torch.Tensor) -> bool:
         """Is shown what a net is given in training; returns whether it may be given other rows later."""
         net = self._nets.setdefault(root, _Net())
-        before, rows = len(net.trained), _hashes(first, len(first))
+        before, rows = len(net.trained), _hashes(first, len(first)) if len(first) <= _MOST_TRAINED else None
         net.calls += 1
         net.is_clear &= rows is not None and len({*rows}) >= (1 - _OFTEN) * len(rows) and before <= _MOST_TRAINED
         net.trained.update(rows if rows is not None and net.is_clear else ())

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch.doctor.explaining import Subject, explained
-from anybatch.doctor.following import Follower
+from anybatch.doctor.following import Follower, Subject, explained
 from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Followed, Walk
@@ -127,7 +126,12 @@ class Suspicion:
             self._begin()  # anew, since the step has written to what was followed
             return None
         suspects = frozenset(never_had_grad)
-        why = self._reason(walks, suspects)
+        reasons = {  # each is followed once, one may be twice: four iterations
+            "loss without graph": any(walk.forced for walk in walks),
+            "no gradient": bool(suspects) and self._steps >= _LEAST_STEPS,
+            "constant term": any(walk.constant_terms for walk in walks),
+        }
+        why = next((one for one, is_there in reasons.items() if is_there and one not in self._asked), "")
         if why:
             self._asked.add(why)
             self._suspects = frozenset(self._numbering.name(number) for number in suspects)
@@ -136,15 +140,6 @@ class Suspicion:
             self._why, self._backwards, self._candidate, self._latest = why, 0, None, None
             self._begin()
         return None
-
-    def _reason(self, walks: Sequence[Walk], suspects: frozenset[int]) -> str:
-        """The first reason that has not been followed yet; each is once, one may be twice: four iterations."""
-        reasons = {
-            "loss without graph": any(walk.forced for walk in walks),
-            "no gradient": bool(suspects) and self._steps >= _LEAST_STEPS,
-            "constant term": any(walk.constant_terms for walk in walks),
-        }
-        return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
 
     def _mates_of(self, suspects: frozenset[int]) -> tuple[frozenset[str], frozenset[int]]:
         """Names of other parameters of the suspects' optimizers, which tell their loss from others.

@@ -168,7 +168,9 @@ def constant_since(run: Run, root: int) -> Constant | None:
     while tail < len(last) and (last[-1 - tail][1].spread or 0.0) < NO_SPREAD:
         tail += 1
     inputs = {one.hash for one in run.of(InputSample) if one.root == root and one.hash}
-    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not _rows_differ(run, root):
+    stds = [one.std for one in run.of(InputSample) if one.root == root and one.std is not None]
+    differ = not stds or any(std > 0 for std in stds)
+    if tail < 2 or len(last) < 3 or not inputs or last[-1][0].step < 2 or not differ:
         return None
     sample = last[len(last) - tail][0]
     flat = [one for one in sample.modules if one.module and one.spread is not None and one.spread < NO_SPREAD]
@@ -179,11 +181,6 @@ def constant_since(run: Run, root: int) -> Constant | None:
         first=last[0][1].spread or 0.0,
         last=last[-1][1].spread or 0.0,
     )
-
-
-def _rows_differ(run: Run, root: int) -> bool:
-    floats = [one for one in run.of(InputSample) if one.root == root and one.std is not None]
-    return not floats or any((one.std or 0.0) > 0 for one in floats)
 
 
 def rounded(value: float) -> float:

@@ -111,11 +111,15 @@ def faded(run: Run, optimizer: int) -> Faded | None:
     thrown = sum(value > FAR_TOO_LONG for value in ratios) >= 2
     chains = [(norms, _chain(run, norms, whole=thrown)) for norms in samples]
     start = max((chain[0].grad for _, chain in chains[:2] if chain), default=0.0)
-    limit = SMALL if _constant(run, chains) and not losses.fell else TINY
+    roots = {chain[0].parameter.root for _, chain in chains if chain}
+    constant = any(found is not None and found.step == 0 for root in roots if (found := constant_since(run, root)))
+    limit = SMALL if constant and not losses.fell else TINY
     lost = [(norms, chain) for norms, chain in chains if _is_lost(chain, start if thrown else 0.0, limit)]
     if not lost or lost[-1][0] is not chains[-1][0]:
         return None
-    if len(lost) < (2 if thrown else 3) and not (thrown and _far_gone(chains[-1][1])):
+    last = chains[-1][1]  # samples are far apart in the course of a run, and one is enough where it is beyond doubt
+    far_gone = thrown and last[0].grad < SMALL * max(last[-1].grad, last[-2].grad)
+    if len(lost) < (2 if thrown else 3) and not far_gone:
         return None
     begin = next(index for index, (norms, _) in enumerate(chains) if norms is lost[0][0])
     if len(lost) * 2 < len(chains) - begin:
@@ -125,12 +129,6 @@ def faded(run: Run, optimizer: int) -> Faded | None:
     if not thrown and not (_stays(chains, lost, begin) or (begin == 0 and not losses.fell and _deep(lost))):
         return None
     return Faded(lost, begin == 0)
-
-
-def _constant(run: Run, chains: list[Sampled]) -> bool:
-    """Whether the outputs were the same for all inputs from the start."""
-    roots = {chain[0].parameter.root for _, chain in chains if chain}
-    return any(found is not None and found.step == 0 for root in roots if (found := constant_since(run, root)))
 
 
 def _chain(run: Run, norms: Norms, *, whole: bool) -> list[Entry]:
@@ -160,11 +158,6 @@ def _is_lost(chain: list[Entry], start: float, limit: float) -> bool:
     if start > 0:
         return chain[0].grad < 1e-2 * head and chain[0].grad < 1e-4 * start
     return head > 0 and chain[0].grad < limit * head
-
-
-def _far_gone(chain: list[Entry]) -> bool:
-    """Whether one sample is enough: samples are far apart in the course of a run, and the last one is beyond doubt."""
-    return chain[0].grad < SMALL * max(chain[-1].grad, chain[-2].grad)
 
 
 def _stays(chains: list[Sampled], lost: list[Sampled], begin: int) -> bool:

@@ -261,7 +261,8 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
         return Outcome("undecided", f"{found.said}, {little}", steps=found.steps)
     if found.word == "not learning" or same is None:
         return found
-    if probed is not None and _makes_its_targets(run):
+    makes_targets = _has_a_target_net(run) and not any(one.classes for one in run.of(LossCall))  # which are numbers
+    if probed is not None and makes_targets:
         return _moved(run, part, found.steps, _ITS_TARGETS)
     said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
     said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
@@ -346,11 +347,6 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
 def weighs_rewards(run: Run) -> bool:
     """Whether a loss weighs log-probabilities with rewards: more reward may make it larger."""
     return bool(run.answers("rewarded", "yes", "no"))
-
-
-def _makes_its_targets(run: Run) -> bool:
-    """Whether targets that are numbers are made by a copy of the model, which is an older one than that at the end."""
-    return _has_a_target_net(run) and not any(one.classes for one in run.of(LossCall))
 
 
 def _has_a_target_net(run: Run) -> bool:
