@@ -245,10 +245,12 @@ class Examination(Case):
 
     def _examine_buffers(self) -> float:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
-        changed = self._buffers.changed
-        if not changed or self.reasons:
+        changed, may_be = self._buffers.changed, self._may_be_of_state
+        if not changed or (self.reasons and not may_be):
             return 0.0
         error = self.compared(fresh=False).error
+        if may_be and abs(error - self.compared().error) <= self.tolerance:
+            return 0.0  # they are moved, and not read
         if error <= self.tolerance:
             later = self._buffers.later(self)
             self.notes.append(later or reason("buffer", changed[0], {"buffers": changed}))
@@ -257,8 +259,14 @@ class Examination(Case):
         evidence = {"buffers": changed, "error": error}
         said = {"name": name, "code": changed[0], "owner": owner or "model"}
         cause = "counting buffer" if self._buffers.is_count else "moving buffer"
-        self.reasons.append(reason(cause, changed[0], evidence, **said))
+        self.reasons.insert(0, reason(cause, changed[0], evidence, **said))
         return error
+
+    @property
+    def _may_be_of_state(self) -> bool:
+        """Whether what was found may come of a state: weights that it makes are no count, and it may be divided by."""
+        shown = (("count", "weights"), ("not-additive", "value"))
+        return any(one.code == code and name in one.evidence for one in self.reasons for code, name in shown)
 
     def _examine_state(self, changed: Sequence[Effect]) -> float:
         """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
@@ -267,10 +275,7 @@ class Examination(Case):
         state = State(self, changed)
         found = state.reason()
         if found is not None:
-            # Weights that a state makes are no count, and what it divides by is not the loss's own value.
-            shown = (("count", "weights"), ("not-additive", "value"))
-            is_of_state = any(one.code == code and name in one.evidence for one in self.reasons for code, name in shown)
-            self.reasons.insert(0 if is_of_state or state.is_made_once else len(self.reasons), found)
+            self.reasons.insert(0 if self._may_be_of_state or state.is_made_once else len(self.reasons), found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
         return state.error if found is not None else 0.0

@@ -394,3 +394,38 @@ def test_a_carried_state_is_left_alone_and_makes_no_difference() -> None:
     assert before is not None
     assert anybatch.check(model, loss_fn, batch).exact
     assert loss_fn.carried is before
+
+
+class ByItsAverage(nn.Module):
+    """Divides a loss by its own average, which it moves before or not at all."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.head, self.moves, self.average = nn.Linear(4, 3), moves, nn.Buffer(torch.ones(()))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        loss = F.cross_entropy(self.head(batch["x"]), batch["y"])
+        if self.moves:
+            with torch.no_grad():
+                self.average.lerp_(loss.detach(), 0.1)
+        return loss / self.average
+
+
+def test_an_average_of_the_loss_that_it_moves_is_told_as_a_buffer_before_any_count() -> None:
+    certificate = check(ByItsAverage(moves=True), lambda model, batch: model(batch), vectors())
+    assert (certificate.reasons[0].code, certificate.reasons[0].where) == ("buffer", "average")
+    assert check(ByItsAverage(moves=False), lambda model, batch: model(batch), vectors()).exact
+
+
+def test_a_buffer_that_is_moved_and_not_read_is_not_blamed_for_a_count_that_nobody_knows() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(4, 3), "seen": nn.BatchNorm1d(4)})
+
+    def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+        model["seen"].num_batches_tracked.add_(1)
+        losses = F.cross_entropy(model["head"](batch["x"]), batch["y"], reduction="none")
+        weights: torch.Tensor = batch["x"][:, 0].exp()
+        found: torch.Tensor = (losses * weights).sum() / weights.sum()
+        return found
+
+    reason = check(model, loss_fn, vectors()).reasons[0]
+    assert (reason.code, reason.where) == ("count", "loss")
