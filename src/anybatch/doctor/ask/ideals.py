@@ -28,6 +28,7 @@ _CLEARLY = 0.1  # of how far a loss falls, or rises
 _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
 _WRITTEN_OUT = frozenset({"sqrt", "sum", "add", "clamp", "clamp_min", "pow", "square"})
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
+_ERRORS = ("_loss", "cross_entropy", "_with_logits", "square", "pow", "abs")  # how the names end of what gives them
 _MEANS, _DIFFERENCES = frozenset({"mean", "sum"}), frozenset({"sub", "rsub"})
 _SAME = MOVING | {"squeeze", "unsqueeze", "flatten", "view", "reshape", "__getitem__"}
 _LAYERS = frozenset({"linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d"})
@@ -123,7 +124,8 @@ def _is_distance(step: Step, operation: Operation) -> bool:
 def _acts_through(step: Step, where: Meeting) -> int | None:
     """The last operation before targets are met that all parameters act through, with a result of their shape.
 
-    Marks of pairs are not what their distances should be: ``far_pairs`` asks of these.
+    Marks of pairs are not what their distances should be: ``far_pairs`` asks of these. Nor is what errors of rows are
+    multiplied with, as a mask, what these should be.
     """
     target, tried = step.values[where.slot], 0
     if step.rows < _LEAST_ROWS or not target.is_floating_point() or not bool((target != target[:1]).any()):
@@ -134,7 +136,8 @@ def _acts_through(step: Step, where: Meeting) -> int | None:
         if made is not None and made.requires_grad and made.shape == target.shape and tried < _MOST_MADE:
             tried += 1
             if not slots_of(step.tape, step.loss, but=[one]) & step.parameters.keys():
-                return None if _is_distance(step, one) else index
+                weighed = step.operations[where.index].kind == "mul" and one.name.endswith(_ERRORS)
+                return None if weighed or _is_distance(step, one) else index
     return None
 
 
