@@ -69,7 +69,8 @@ def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start
             here, right = ([one for one in every if (one.file, one.line) == spot] for every in (found, useful))
             if len(here) < calls or len(right) * 10 > len(here) or _made_up_for(here, useful):
                 continue
-            if found is empty and not any(passed.reaches(one.own) for passed in passes(run) for one in optimizers(run)):
+            steps = [step for one in optimizers(run) for step in one.steps]
+            if found is empty and (not passes(run) or (steps and not any(step.with_grad for step in steps))):
                 continue  # there is nothing to clip for a graver reason
             yield Found(
                 text=f"{_call(here[0])}{near(here[0])} {what}: {counted(len(here), 'call')} without effect.",
