@@ -104,7 +104,8 @@ def test_an_error_that_is_made_large_is_told(error: Loss, sign: int, expected: s
         lambda made, y: likely(made, y).sum(1).dot(RETURNS) / ROWS,
         lambda made, y: (made - y).pow(2).mean() - 0.1 * (made - y.roll(1, 0)).pow(2).mean(),  # of other rows
         lambda made, y: (F.mse_loss(made, y, reduction="none") * MARKS).sum() / MARKS.sum(),
-        lambda made, y: ((made - y).pow(2) * MARKS).sum() / MARKS.sum(),
+        lambda made, y: (F.mse_loss(made, torch.ones(ROWS, 3), reduction="none") * MARKS).sum() / MARKS.sum(),
+        lambda made, y: ((made - 1).pow(2) * MARKS).sum() / MARKS.sum(),
         lambda made, y: (made + y).pow(2).mean(),  # the reverse is what is aimed at, as of noise in a score
     ],
 )
