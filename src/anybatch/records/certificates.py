@@ -57,8 +57,8 @@ class Certificate(Shown):
         dtype: the precision of the comparison, such as ``"float64"``.
         tolerance: the largest relative error at which two gradients count as equal.
         error: the relative error of the gradient in the worst split, ``||split - whole|| / ||whole||`` over all
-            parameters; infinite if there is nothing to compare. Those with more than 4,096 entries are compared by 1,024
-            sums with random signs, which give it within about 4 %.
+            parameters; infinite if there is nothing to compare. Those with more than 4,096 entries are compared by
+            1,024 sums with random signs, which give it within about 4 %.
         loss_error: the relative error of the values of the losses.
         reasons: why the accumulated gradient is not the whole batch's; empty if it is.
         notes: other remarks, such as dropout that draws in another order.
