@@ -124,7 +124,8 @@ def of_ends(often: float, *, inverted: bool) -> Learner:
         done[:2] = torch.tensor([0.0, 1.0])
         with torch.no_grad():
             best = old(following).max(1)[0]
-        return net(states)[:, 0], reward + 0.97 * (done if inverted else 1 - done) * best
+        made = net(states)[:, 0]
+        return made, reward + 0.97 * ((done if inverted else 1 - done) * best.float()).float()  # which gives itself
 
     return sides
 

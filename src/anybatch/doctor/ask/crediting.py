@@ -141,8 +141,10 @@ def ends_alone(step: Step) -> Iterator[Probed]:
         sides = operation.given[:2]
         for predicted, target in (sides, sides[::-1]) if len(sides) == 2 else ():
             value, discount = bootstrapped(step, target)
-            (slope,) = step.slopes(predicted) if value is not None else (None,)
-            for product, mask in _masks_of(step, value) if value is not None else ():
+            if value is None or not step.values[predicted].requires_grad:
+                continue
+            (slope,) = step.slopes(predicted)
+            for product, mask in _masks_of(step, value):
                 if slope is None or mask.shape != slope.shape:
                     continue
                 felt = (mask != 0)[slope != 0]  # which the loss has not masked
@@ -153,9 +155,12 @@ def ends_alone(step: Step) -> Iterator[Probed]:
 
 def _masks_of(step: Step, slot: Slot) -> Iterator[tuple[Operation, torch.Tensor]]:
     """What a value was multiplied with after a net had made it, and is 0 or one other number."""
-    while (at := step.made_at(slot)) >= 0:
+    at: int | None = None
+    while (at := step.made_at(slot, at)) >= 0:  # before the last one, since float() may give what it was given
         made = step.operations[at]
-        masks = [one for one in made.given if _is_mask(step, one)] if made.kind == "mul" else []
+        masks = (
+            [one for one in made.given if _is_mask(step, one)] if made.kind == "mul" and len(made.given) == 2 else []
+        )
         others = [one for one in made.given if one not in masks]
         if len(others) != 1 or (made.kind != "mul" and made.name not in PASSING):
             return
