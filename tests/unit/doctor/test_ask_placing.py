@@ -55,6 +55,44 @@ def test_a_forecast_of_what_is_given_is_told(net: Callable[[], nn.Module], ahead
     assert answer(lambda: forecasts(net(), ahead), "given at its place") == expected
 
 
+class Reading(nn.Module):
+    """Reads a series, in one direction or from both ends."""
+
+    def __init__(self, *, both: bool, normal: bool = False) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(2, 8, batch_first=True, bidirectional=both)
+        self.head, self.norm = nn.Linear(16 if both else 8, 1), nn.BatchNorm1d(8) if normal else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.rnn(x)[0]
+        made = made if self.norm is None else self.norm(made.transpose(1, 2)).transpose(1, 2)
+        found: torch.Tensor = self.head(made)
+        return found
+
+
+def series(net: nn.Module, ahead: int = 1) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        data = torch.randn(ROWS, PLACES + 3, 2)
+        x, y = data[:, :PLACES].clone(), data[:, ahead : PLACES + ahead, 1:].clone()
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("net", "ahead", "expected"),
+    [
+        (lambda: Reading(both=True), 1, "yes"),
+        (lambda: Reading(both=False), 1, "no"),
+        (lambda: Reading(both=True), 2, "no"),  # what is asked has not been given at the next place
+        (lambda: Reading(both=False, normal=True), 1, "unknown"),  # statistics of the batch are of all places
+    ],
+)
+def test_a_forecast_that_sees_the_next_value_is_told(net: Callable[[], nn.Module], ahead: int, expected: str) -> None:
+    assert answer(lambda: series(net(), ahead), "given ahead") == expected
+
+
 class Words(nn.Module):
     """Says the next word of a sentence, (time, batch), by an own loop."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from anybatch import Doctor
-from anybatch.records.events import Stepped
+from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import Evaluated, Probed, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
@@ -329,6 +329,20 @@ def test_loss_sign_fires_on_raw_scores_of_a_net_without_a_density(node: str, fir
         assert "raw scores" in fires(run, "LOSS_SIGN", "warning").message
     else:
         silent(run, "LOSS_SIGN")
+
+
+def test_loss_sign_fires_on_raw_scores_where_a_later_loss_takes_a_softmax() -> None:
+    raw, later = Walk(nodes=9, kinds={"AddmmBackward0": 3}), Walk(nodes=9, kinds={"LogSoftmaxBackward0": 1})
+    after = (later, Backward(value=1.0, file="train.py", line=60, loss_calls=(10**6,)))
+    scores = call("nll_loss", value=-0.4, normalised=False, log_normalised=False)
+    run = Training(call=scores, every=lambda step: [raw], backward=lambda step: {"loss_calls": (0,)}, after=after).run()
+    assert "raw scores" in fires(run, "LOSS_SIGN", "warning").message
+
+
+def test_double_activation_is_quiet_where_a_relu_gives_scores() -> None:
+    walk = Walk(nodes=9, doubled=(("relu", LOGITS),))
+    run = Training(call=call(LOGITS, low=0.0, high=0.0, normalised=True), every=lambda step: [walk]).run()
+    silent(run, "DOUBLE_ACTIVATION")
 
 
 def test_loss_sign_fires_on_raw_scores_with_weights_of_classes_and_not_on_weights_that_may_be_negative() -> None:

@@ -23,3 +23,19 @@ def test_positives_mispaired_fires_where_far_pairs_are_brought_together() -> Non
     found = fires(asked("far pairs", "yes").run(), "POSITIVES_MISPAIRED", "warning")
     assert "brings 30 pairs together" in found.message
     quiet(asked("far pairs", "no").run(), "POSITIVES_MISPAIRED")
+
+
+def test_positives_mispaired_fires_where_pairs_of_one_label_are_driven_apart() -> None:
+    found = fires(asked("labels apart", "yes").run(), "POSITIVES_MISPAIRED", "warning")
+    assert "(40 of them)" in found.message
+    quiet(asked("labels apart", "no").run(), "POSITIVES_MISPAIRED")
+
+
+def test_loss_mixed_reduction_fires_where_all_rows_are_summed_up_too_early() -> None:
+    assert "a sum over 128 rows" in fires(asked("summed early", "yes").run(), "LOSS_MIXED_REDUCTION", "warning").message
+    quiet(asked("summed early", "no").run(), "LOSS_MIXED_REDUCTION")
+
+
+def test_time_leak_fires_where_the_next_value_is_seen() -> None:
+    assert "bidirectional" in fires(asked("given ahead", "yes").run(), "TIME_LEAK", "error").fix
+    quiet(asked("given ahead", "no").run(), "TIME_LEAK")

@@ -48,7 +48,7 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         if not moved & state.weights:
             if equal is not None:
-                yield _frozen(states, run, equal, state)
+                yield _left(kept, run, equal, state) or _frozen(states, run, equal, state)
             elif fresh := _fresh_statistics(state, online):
                 yield _of_copy("copied buffers", state, online, buffers=len(fresh), first=fresh[0])
             continue
@@ -210,12 +210,19 @@ def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[s
         math.dist(*([each[name][1] for name in sorted(names)] for each in (one.last, online.values)))
         for one in (state, online)
     )
-    if not 0 < went < _HALFWAY * whole:
+    if went >= _HALFWAY * whole:
         return {}
     losses = _losses_of_step(kept, state, online) or _losses_of_batch(kept, run, state, online)
     if not losses or not max(2 * losses[1], losses[2] / 2) < losses[0] < math.inf:
         return {}
     return {"way": went / whole, "loss": losses[0], "online_loss": losses[1]}
+
+
+def _left(kept: Kept, run: Run, online: State, state: State) -> Probed | None:
+    """A copy that never moves and alone is evaluated, with a loss that the trained net is far below."""
+    is_alone = state.modes == {False} and False not in online.modes and (online.root, False) not in kept.given
+    lost = _still_at_first(kept, run, state, online) if is_alone and state.steps else {}
+    return _of_copy("slow copy", state, online, steps=run.steps, **lost) if lost else None
 
 
 def _losses_of_step(kept: Kept, state: State, online: State) -> list[float]:

@@ -101,7 +101,9 @@ def _is_own_list(step: Step, given: list[Slot]) -> bool:
 
 
 def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
-    """Whether both sides of a divergence are one distribution, and not an even one."""
+    """Whether both sides of a divergence are one tensor, or one distribution that is not even."""
+    if len(set(operation.given[:2])) == 1 < len(operation.given):
+        return True
     if len(sides) < 2 or sides[0].shape != sides[1].shape:
         return False
     second = sides[1].exp() if operation.kwargs.get("log_target") else sides[1]
@@ -173,6 +175,9 @@ def _makers(step: Step, slot: Slot) -> Iterator[Operation]:
 
 
 _LEAST_ROWS = 8
+_SQUASHING, _SCALED = frozenset({"logsigmoid", "log_sigmoid", "softplus", "sigmoid"}), frozenset({"neg", "mul", "div"})
+_LEAST_SUMMED = 8  # rows
+_LOOKING_UP = frozenset({"__getitem__", "index_select", "embedding", "gather"})
 _LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist": -1}
 _LEAST_VIEWS = 16
 _MOST_INPUTS = 3
@@ -219,8 +224,9 @@ def _of_sources(
 ) -> Probed | None:
     """Whether two inputs whose rows meet in the matrix belong together in it; nothing where that can't be told."""
     rows = step.rows
-    inputs = [one for slot in sorted(step.needed & step.inputs) if (one := step.leaves[slot]).shape[:1] == (rows,)
-              and one.is_floating_point()][:_MOST_INPUTS]  # fmt: skip
+    tables = {one.given[0] for one in step.operations if one.kind in _LOOKING_UP and len(one.given) > 1}
+    leaves = [step.leaves[slot] for slot in sorted(step.needed & step.inputs - tables)]
+    inputs = [one for one in leaves if one.shape[:1] == (rows,) and one.is_floating_point()][:_MOST_INPUTS]
     met: list[list[tuple[int, int]]] = []  # for each input and some of its rows, the row and the column that change
     for leaf in inputs if len(inputs) > 1 else ():
         changed = [
@@ -459,3 +465,17 @@ def _moves_rows(operation: Operation) -> bool:
 def _bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return f"{tensor.shape}".encode() + plain.tobytes()
+
+
+@asks("summed early", of_rows=False)
+def summed_early(step: Step) -> Iterator[Probed]:
+    """Whether the loss is a log-sigmoid of a sum over all rows, which some that are right make flat for the others."""
+    for operation in step.used(*_SQUASHING):
+        made = operation.given[0]
+        ends = all(len(one.given) == 1 for one in step.operations if operation.outs[0] in one.given)
+        if not ends or step.values[made].numel() != 1 or not step.values[made].requires_grad:
+            continue
+        whole = next((one for one in step.path(made) if one.kind not in _SCALED), None)
+        summed = step.values[whole.given[0]] if whole is not None and whole.kind == "sum" else None
+        if summed is not None and summed.dim() == 2 and min(summed.shape) > 1 and len(summed) >= _LEAST_SUMMED:
+            yield said(operation, op=operation.name, rows=len(summed))

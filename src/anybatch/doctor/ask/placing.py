@@ -13,6 +13,9 @@ from anybatch.records.lossfacts import Probed
 _PICKING = MOVING | {"__getitem__", "contiguous", "squeeze", "unsqueeze", "transpose", "t", "T", "permute", "to",
                      "long", "float", "detach", "clone", "narrow"}  # fmt: skip
 _LEAST_PLACES = 4
+_MOST_COLUMNS = 64  # of the inputs that are compared with the targets
+_CLEARLY = 1e-3  # of the largest change
+_OVER_ALL = frozenset({"batch_norm", "instance_norm", "group_norm"})
 _ROUNDED = 1e-5  # of the largest output, or of the loss
 _ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
@@ -38,6 +41,49 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
                     if _follows(step, made, source, dim, moving) and not _samples_apart(step, made, source, moving):
                         places = step.leaves[source].shape[dim]
                         yield said(operation, op=operation.name, places=places)
+
+
+@asks("given ahead", of_rows=False)
+def given_ahead(step: Step) -> Iterator[Probed]:
+    """Whether a net that predicts the next value of a series moves with it, as one does that reads from both ends."""
+    if any(one.kind in _OVER_ALL for one in step.used()):
+        raise Unknown("what is normalized over all places moves with each of them")
+    for operation in step.used(*DISTANCES):
+        for made, target in _sides(step, operation):
+            if target not in step.inputs or step.values[made].shape != step.leaves[target].shape:
+                continue
+            for source in step.made_of(made) & step.inputs - {target}:
+                dim = _one_ahead(step.leaves[source], step.leaves[target])
+                if dim is not None and _moves_before(step, made, source, dim):
+                    yield said(operation, root=step.root, op=operation.name, length=step.leaves[source].shape[dim])
+
+
+def _one_ahead(given: torch.Tensor, target: torch.Tensor) -> int | None:
+    """The dim along which targets are one of the numbers that are given, one place on; ``None`` if there is none."""
+    if not given.is_floating_point() or given.dim() < 2 or given.shape[:2] != target.shape[:2]:
+        return None
+    by_place = given.reshape(*given.shape[:2], -1), target.reshape(*target.shape[:2], -1)
+    one, other = (each.detach() for each in by_place)
+    for dim in (1, 0) if other.shape[2] in (1, one.shape[2]) else ():
+        count = given.shape[dim] - 1
+        behind, ahead = one.narrow(dim, 1, count), other.narrow(dim, 0, count)
+        columns = [behind] if other.shape[2] == one.shape[2] else behind[..., :_MOST_COLUMNS].split(1, 2)
+        is_series = count >= _LEAST_PLACES and bool((ahead != ahead[:1, :1]).any())
+        if is_series and any(torch.equal(column, ahead) for column in columns):
+            return dim
+    return None
+
+
+def _moves_before(step: Step, made: Slot, source: Slot, dim: int) -> bool:
+    """Whether a change from the middle of a series on moves what is predicted for its beginning."""
+    leaf = step.leaves[source].detach()
+    cut = leaf.shape[dim] // 2
+    other = leaf.clone()
+    later = other.narrow(dim, cut, leaf.shape[dim] - cut)
+    later += 1 + later.abs()
+    run = replayed(step.tape, step.loss, lambda one: other if one is step.leaves[source] else one)
+    change = (run.values[made] - step.values[made]).detach().abs()
+    return bool(change.narrow(dim, 0, cut).max() > _CLEARLY * change.max())
 
 
 def _sides(step: Step, operation: Operation) -> Iterator[tuple[Slot, Slot]]:

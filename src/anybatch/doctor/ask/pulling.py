@@ -13,12 +13,14 @@ from anybatch.records.lossfacts import Probed
 
 _LEAST_ROWS = 16
 _LEAST_PAIRS = 8  # of those that are brought near, and of those that are driven away
+_FEWEST_PAIRS = 4  # of either kind, where the sign of all agrees with labels
 _SURE = 4.0  # standard errors
 _MOSTLY = 0.9  # of the comparisons: mined negatives are about as near as positives, or somewhat nearer
 _GUESSES = 17  # distances that all pairs have alike
 _LEARNED = 0.5  # of the loss of the best of them
 _DISTANCES = {"pairwise_distance": 1, "cosine_similarity": -1, "cosine_embedding_loss": 0}
 _SIZES = frozenset({"norm", "vector_norm", "linalg_norm", "sum", "sqrt"})
+_PRODUCTS = ("matmul", "mm", "einsum")
 _POWERS = frozenset({"pow", "square", "abs", "mul", "clamp", "clamp_min", "add", "sum", "sqrt"})
 
 
@@ -28,8 +30,8 @@ def far_positives(step: Step) -> Iterator[Probed]:
 
     As they are given to the net, row by row.
     """
-    for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
-        found = [step.made_of(slot) & step.inputs for slot in operation.given[:3]]
+    for operation, slots in _triplets(step):
+        found = [step.made_of(slot) & step.inputs for slot in slots]
         given = [step.leaves[next(iter(one))] for one in found if len(one) == 1]
         leaves = [one.double().flatten(1) for one in given if one.is_floating_point()]  # tokens are no coordinates
         if len(leaves) < 3 or len({one.shape for one in leaves}) > 1 or len(leaves[0]) < _LEAST_ROWS:
@@ -39,6 +41,24 @@ def far_positives(step: Step) -> Iterator[Probed]:
         surely = float(closer.mean() / (closer.std() / len(closer) ** 0.5).clamp_min(1e-12))
         share = float((closer < 0).double().mean())
         yield said(operation, answer="yes" if surely < -_SURE else "no", share=share, rows=len(closer))
+
+
+def _triplets(step: Step) -> Iterator[tuple[Operation, list[Slot]]]:
+    """What a loss compares an anchor with: first what it brings near, then what it drives away."""
+    for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
+        yield operation, operation.given[:3]
+    pairs = [(one, sides) for one in step.used(*_DISTANCES, *_SIZES) if len(sides := sides_of(step, one)) == 2]
+    slopes = step.slopes(*[one.outs[0] for one, _ in pairs])
+    toward = [
+        (one, sides, slope * _DISTANCES.get(one.name, 1))
+        for (one, sides), slope in zip(pairs, slopes, strict=True)
+        if slope is not None and slope.any()
+    ]
+    for one, near, falls in toward:
+        for _, far, rises in toward:
+            shared = [slot for slot in near if slot in far]
+            if len(shared) == 1 and bool((falls >= 0).all()) and bool((rises <= 0).all()):
+                yield one, shared + [slot for slot in (*near, *far) if slot not in shared]
 
 
 @asks("far pairs")
@@ -72,6 +92,52 @@ def far_pairs(step: Step) -> Iterator[Probed]:
             raise Unknown("the net learned well what the loss asks of the pairs, so that their inputs say little of it")
         seen = {"share": share, "near_pairs": len(near), "far": len(far)}
         yield said(operation, answer="yes" if is_turned else "no", **seen)
+
+
+@asks("labels apart", of_rows=False)
+def labels_apart(step: Step) -> Iterator[Probed]:
+    """Whether, in a matrix of all pairs of rows, a loss drives apart those of one label and brings near all others.
+
+    Without labels a row belongs to the same row of what it is compared with, if that is made of another input.
+    """
+    if len(step.kept.tapes) > 1:
+        raise Unknown("there are several optimizers, and one may work against another")
+    run = None
+    for operation in step.used(*_PRODUCTS, "cdist"):
+        made = [step.made_of(slot) & step.inputs for slot in operation.given]
+        count = len(step.values[operation.outs[0]])
+        if len(made) != 2 or not all(made) or step.values[operation.outs[0]].shape != (count, count):
+            continue
+        run = run or replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))  # where no pair is right yet
+        (slope,) = step.slopes(operation.outs[0], run=run)
+        if slope is None:
+            continue
+        toward = slope * (1 if operation.name == "cdist" else -1)
+        for same, by in _belonging(step, count, is_one=made[0] == made[1]):
+            off = ~torch.eye(count, dtype=torch.bool, device=same.device) if by == "label" else torch.ones_like(same)
+            apart, near = toward[same & off], toward[~same]
+            moving = _moving(apart), _moving(near)
+            if min(moving) >= _FEWEST_PAIRS and _share(-apart) > _MOSTLY and _share(near) > _MOSTLY:
+                yield said(operation, by=by, rows=count, apart=moving[0], near_pairs=moving[1])
+
+
+def _belonging(step: Step, count: int, *, is_one: bool) -> Iterator[tuple[torch.Tensor, str]]:
+    """Which of some rows belong to which others, and by what."""
+    for slot in step.inputs:
+        label = step.leaves[slot]
+        if label.dtype == torch.int64 and label.shape == (count,) and 2 < len(label.unique()) < count:
+            yield label[:, None] == label, "label"
+    if not is_one:
+        yield torch.eye(count, dtype=torch.bool, device=step.values[step.loss.slot].device), "rows"
+
+
+def _moving(toward: torch.Tensor) -> int:
+    return int((toward != 0).sum())
+
+
+def _share(toward: torch.Tensor) -> float:
+    """How much of all that moves pairs brings them near."""
+    return float(toward.clamp_min(0).sum() / toward.abs().sum().clamp_min(1e-30))
 
 
 def is_learned(step: Step, operation: Operation) -> bool:

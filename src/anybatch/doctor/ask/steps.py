@@ -74,8 +74,10 @@ class Step:
 
     @cached_property
     def replay(self) -> Replay:
-        """What it gives when it is run again as it was."""
-        return replayed(self.tape, self.loss)
+        """What it gives when it is run again as it was; with the first weights where those of then give no number."""
+        run = replayed(self.tape, self.loss)
+        is_number = bool(run.values[self.loss.slot].isfinite().all())
+        return run if is_number else replayed(self.tape, self.loss, held=self.kept.first_of(self.tape))
 
     @cached_property
     def fewer(self) -> tuple[Any, Any]:

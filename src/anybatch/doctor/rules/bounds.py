@@ -11,7 +11,7 @@ from anybatch.doctor.views.measures import gradients, latest, outputs
 from anybatch.doctor.views.naming import by_line, first_call, near, root_variable
 from anybatch.doctor.views.optimizing import measured
 from anybatch.doctor.views.outcomes import outcome
-from anybatch.doctor.views.windows import calls_of
+from anybatch.doctor.views.windows import calls_of, walked
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run
@@ -105,7 +105,7 @@ def _same_value(run: Run, least: float) -> Iterator[Found]:
 @rule(
     "AB606", "LOSS_SIGN", "warning",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH",
-              "INPUT_IGNORED", "LABELS_UNRELATED"),
+              "INPUT_IGNORED", "LABELS_UNRELATED", "NOT_LEARNING"),
 )  # fmt: skip
 def loss_sign(
     run: Run, *, faster: float = Limit(100, "times its first value, for one that falls faster and faster"),
@@ -127,7 +127,7 @@ _SIGNED = "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"
 def _negative(run: Run) -> Iterator[Found]:
     for below in _below(run):
         looked = next((one for one in reversed(below) if one.normalised is not None), below[-1])
-        if not _is_wrong(run, looked):
+        if not _is_wrong(run, looked, below):
             continue
         call, given = below[0], ""
         if call.function == "kl_div":
@@ -184,10 +184,12 @@ def _instead_of_logarithms(calls: list[LossCall]) -> str:
     return "exp() of what it gets sums to more than 1 over the classes of the targets, which sum to 1"
 
 
-def _is_wrong(run: Run, call: LossCall) -> bool:
+def _is_wrong(run: Run, call: LossCall, below: list[LossCall]) -> bool:
     """Whether what was given explains it; densities and soft targets are left alone."""
     if call.function == "nll_loss":
-        kinds = {kind for walk in run.of(Walk) for kind in walk.kinds if not kind.startswith("Expand")}
+        last = below[-1].at
+        walks = [walk for walk, back in walked(run).values() if back.loss_calls and back.loss_calls[0] <= last]
+        kinds = {kind for walk in walks or run.of(Walk) for kind in walk.kinds if not kind.startswith("Expand")}
         raw = bool(kinds) and not any("Log" in kind or "Exp" in kind for kind in kinds)  # densities have one of them
         return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
     if call.function == "ctc_loss":

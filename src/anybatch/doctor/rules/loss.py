@@ -92,6 +92,8 @@ def _doubled(run: Run, batches: float) -> Iterator[Found]:
                     since=calls[0],
                     severity="info",
                 )
+        elif direct in ("relu", "tanh"):  # no probabilities: see AB608
+            continue
         elif direct or not sigmoid or (_is_squashed(looked) and _may_have(run, "Sigmoid", "Hardsigmoid")):
             made = direct or ("sigmoid" if sigmoid else "softmax")
             at = (looked or calls)[int(min(batches, len(looked or calls))) - 1]

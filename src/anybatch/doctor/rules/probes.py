@@ -27,6 +27,10 @@ _LEAKS = {
         "F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
         "Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
     ),
+    "series": (
+        "nn.LSTM(..., bidirectional=False); attention with is_causal=True; convolutions padded on the left alone",
+        "A bidirectional layer, attention without a causal mask, or a convolution padded on both sides.",
+    ),
     "moved": (
         "y.transpose(1, 2).reshape(batch, time, -1)  # of heads behind the batch: the time comes back to dim 1 first",
         "A reshape puts numbers of several positions into one, as where the heads still come before the time.",
@@ -76,12 +80,15 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
 
 @rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",), needs=(Probed, LossCall))
 def time_leak(run: Run) -> Iterator[Found]:
-    """Outputs that depend on later inputs in a model of the next token."""
-    for probed in run.answers("time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
+    """Outputs that depend on later inputs in a model of the next token, or of the next value of a series."""
+    tokens = run.answers("time") if any(one.shift == 1 for one in run.of(LossCall)) else ()
+    for probed in (*tokens, *run.answers("given ahead")):
         where = f" through {probed.module}" if probed.module else ""
-        fix, cause = _LEAKS["moved" if probed.evidence.get("op") in _RESHAPING else "seen"]
+        kind = "series" if probed.probe != "time" else "moved" if probed.evidence.get("op") in _RESHAPING else "seen"
+        fix, cause = _LEAKS[kind]
         yield Found(
-            text=f"{root_variable(run, probed.root)} is trained to predict the next token and sees it{where}.",
+            text=f"{root_variable(run, probed.root)} is trained to predict the next "
+            f"{'token' if probed.probe == 'time' else 'value'} and sees it{where}.",
             fix=fix,
             cause=cause,
             since=probed,
