@@ -16,6 +16,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved, to_device
+from anybatch.batch.windowing import note_the_batches
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, InPieces, LossFunction, Place, as_coupled, as_over_time
@@ -275,8 +276,10 @@ def run_pass(
             each = begin.each(task.there(batches()))
             try:
                 accumulation.collect(chain(each, _padding(task, parts)) if reducer.keeps_step else each)
-            except (RuntimeError, ValueError, IndexError) as error:
-                if len(parts) > 1:
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+                if len(task.splittable.batches) == 1 and task.splittable.collate is None:
+                    note_the_batches(error, task.splittable.batches[0])
+                if len(parts) > 1 and isinstance(error, (RuntimeError, ValueError, IndexError)):
                     note_the_split(error, task.splittable, progress())
                 raise
             sums = accumulation.close()
