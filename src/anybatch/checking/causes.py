@@ -49,12 +49,6 @@ CAUSES: dict[str, Cause] = {
         ("model.train()",),
     ),
     "one split": Cause("one-split", "{rows} samples can be split in one way only; check a larger batch."),
-    "other backwards": Cause(
-        "other-losses",
-        "Only the loss that goes back at {at} was checked. The loop calls backward() for other losses, too (lines "
-        "{others}), which may couple samples where this one does not.",
-        ('return {{"first": first, "second": second}}  # in one loss function, where they are of the same update',),
-    ),
     "even batch": Cause(
         "even-batch",
         "Every sample has {labels_per_sample} labels here, so this batch can't tell a loss that is averaged over "
@@ -90,23 +84,12 @@ CAUSES: dict[str, Cause] = {
         "only, such as whole groups.",
         ("micro_batch_size={size}  # tried: {samples} samples of this batch give the same gradient so",),
     ),
-    "other sizes": Cause(
-        "fails",
-        "A micro-batch of {given} samples fails with {failed}; {ran}. The loss takes the samples of the batch apart, or "
-        "a number of them that is fixed.",
-        (WHOLE, COUPLED),
-    ),
     "parts": Cause(
         "not-additive",
-        "The loss takes the batch apart into {parts} parts of as many samples, as chunk({parts}) does, and puts together "
-        "what is at the same place in each. A micro-batch has samples of one part only. Cut so that it has the same "
-        "places of each part, the gradient is the whole batch's (tried with {samples} samples).",
-        (
-            "batch = {{key: leaf.unflatten(0, ({parts}, -1)) for key, leaf in batch.items()}}  # before step(batch)\n"
-            '    layout={{"*": 1}}  # a sample is now one of each part\n'
-            "    batch = {{key: leaf.flatten(0, 1) for key, leaf in batch.items()}}  # first in the loss",
-            WHOLE,
-        ),
+        "The loss takes the batch apart into {parts} parts of as many samples, as chunk({parts}) does, and puts "
+        "together what is at the same place in each. Cut so that a micro-batch has the same places of each part, the "
+        "gradient is the whole batch's (tried with {samples} samples).",
+        ("{before}  # before step(batch), with layout={layout}\n    {within}  # first in the loss", WHOLE),
     ),
     "squeezed": Cause(
         "fails",

@@ -1,6 +1,10 @@
 """Which samples a loss needs together: those of other sizes of micro-batches, or each n-th of the batch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from anybatch.batch.batches import Splittable, sizes_of
 from anybatch.checking.causes import more
@@ -44,11 +48,11 @@ def another_size(trial: Trial, split: Split, found: Found | None = None) -> Foun
         if found is None and not failed:  # the step's own do not fail
             return None
         if difference.is_none:
-            return _with_size(split, cut, size, failed) if found is None else _beside(found, cut, size)
+            return _with_size(split, cut, size, failed) if found is None else _beside(found, given, cut, size)
         ran = ran or f"one of {size} samples runs, and gives another gradient than the whole batch"
     if found is not None or not ran:
         return None
-    told = worded("other sizes", "model", given=given, failed=failed, ran=ran)
+    told = worded("too few", "loss", fails=f"A micro-batch of {given} samples fails with {failed}; {ran}.")
     return Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given))), told
 
 
@@ -69,18 +73,23 @@ def _with_size(split: Split, cut: Cut, size: int, failed: str) -> Found:
     return Proof("not exact", "comparison", given, tuple(sizes_of(split.task.splittable.rows, given))), told
 
 
-def _beside(found: Found, cut: Cut, size: int) -> Found | None:
+def _beside(found: Found, given: int, cut: Cut, size: int) -> Found | None:
     proof, reason = found
     if reason is None:
         return None
-    line = f"micro_batch_size={size}  # tried: {sum(cut.sizes)} samples of this batch give the same gradient so"
-    return proof, more(reason, " Samples that stand together may belong together, such as pairs.", before=[line])
+    tried = f"tried: {sum(cut.sizes)} samples of this batch give the same gradient so"
+    message = (
+        f"Samples that stand together may belong together, such as pairs or the answers to one question: micro-batches "
+        f"of {given} samples part them, those of {size} do not. Or the loss does not add up over samples for another "
+        "reason, and it is by chance."
+    )
+    return proof, replace(more(reason, before=[f"micro_batch_size={size}  # {tried}"]), message=message)
 
 
-def in_parts_of(trial: Trial, split: Split) -> Found | None:
+def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found | None:
     """Whether samples belong together that stand as far apart as ``chunk`` takes a batch apart; ``None`` if not."""
     splittable, given = split.task.splittable, max(len(part.samples) for part in split.parts)
-    if split.task.is_planned or not _is_plain(splittable):
+    if split.task.is_planned or splittable.is_collated or not _is_plain(splittable):
         return None
     for parts in _PARTS:
         far, few = splittable.rows // parts, min(_FEW, splittable.rows // parts)
@@ -90,11 +99,24 @@ def in_parts_of(trial: Trial, split: Split) -> Found | None:
         sizes = ((few - 1) * parts, parts)
         whole, apart = _in_order(groups), [*_in_order(groups[:-1]), *groups[-1]]
         with tolerated():  # it may be another number of parts
-            found = trial.regrouped(Cut(splittable.chosen(whole), sizes), Cut(splittable.chosen(apart), sizes))
-            if found is not None and found.is_none:
-                told = worded("parts", "loss", {"parts": parts}, parts=parts, samples=few * parts)
-                return Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given))), told
+            shown = trial.regrouped(Cut(splittable.chosen(whole), sizes), Cut(splittable.chosen(apart), sizes))
+            if shown is not None and shown.is_none:
+                lines = _by_parts(splittable.batches[0], parts)
+                told = worded("parts", "loss", {"parts": parts}, parts=parts, samples=few * parts, **lines)
+                own = Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given)))
+                return (own if found is None else found[0]), told
     return None
+
+
+def _by_parts(batch: Any, parts: int) -> dict[str, str]:
+    """The lines that give a batch samples that have one row of each part, and take them apart again."""
+    before, within = f"unflatten(0, ({parts}, -1))", "flatten(0, 1)"
+    if isinstance(batch, torch.Tensor):
+        return {"before": f"batch = batch.{before}", "within": f"batch = batch.{within}", "layout": '{"": 1}'}
+    each = "batch = {{key: leaf.{} for key, leaf in batch.items()}}"
+    if isinstance(batch, (tuple, list)):
+        each = "batch = tuple(leaf.{} for leaf in batch)"
+    return {"before": each.format(before), "within": each.format(within), "layout": '{"*": 1}'}
 
 
 def _in_order(groups: Sequence[Sequence[int]]) -> list[int]:

@@ -389,7 +389,7 @@ class _Prover:
             return found
         in_groups = self.in_groups(range(2, self._cuts.largest + 1))
         if in_groups is None and found[1].code in _TOGETHER and not self._task.is_planned:
-            other = in_parts_of(self._trial, self._split) or another_size(self._trial, self._split, found)
+            other = in_parts_of(self._trial, self._split, found) or another_size(self._trial, self._split, found)
             return other or found
         return in_groups or found
 

@@ -186,10 +186,16 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
 def _with_others(facts: dict[str, Any], found: FoundStep) -> dict[str, Any]:
     """A certificate that says which losses of the loop it is not of."""
-    from anybatch.checking.causes import reason
+    from anybatch.records.certificates import Reason
 
     if lines := found.other_backwards:
-        told = reason("other backwards", "loss", {"lines": lines}, at=found.at, others=", ".join(map(str, lines)))
+        told = Reason(
+            "other-losses", "loss",
+            f"Only the loss that goes back at {found.at} was checked. The loop calls backward() for other losses, too "
+            f"(lines {', '.join(map(str, lines))}), which may couple samples where this one does not.",
+            ('return {"first": first, "second": second}  # in one loss function, where they are of the same update',),
+            {"lines": lines},
+        )  # fmt: skip
         facts["certificate"]["notes"] = [*facts["certificate"]["notes"], told.to_dict()]
     return facts
 
