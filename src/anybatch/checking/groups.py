@@ -1,33 +1,32 @@
 """Which samples a loss needs together: those of other sizes of micro-batches, or each n-th of the batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anybatch.batch.batches import Splittable, sizes_of
-from anybatch.checking.causes import more
+from anybatch.checking.causes import CAUSES
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.cuts import Cut
+from anybatch.checking.cuts import Cut, Cuts
 from anybatch.checking.proving import Split
 from anybatch.checking.trial import Found, Trial, tolerated
 from anybatch.checking.wording import in_one_line
 from anybatch.errors import AnyBatchError
-from anybatch.records.certificates import Proof
+from anybatch.records.certificates import Proof, Reason
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _PARTS = (2, 3, 4)  # that a loss takes a batch apart into
+_AGAIN = 2  # cuts of any groups, beside those of unlike ones
+_GENERAL = tuple(CAUSES[one].text[:30] for one in ("not additive", "unexplained"))
 _FEW = 3  # samples of each part
 
 
-def another_size(trial: Trial, split: Split, found: Found | None = None) -> Found | None:
-    """The nearest size in which samples add up to the whole, where micro-batches of the given one do not.
-
-    Args:
-        found: what those of the given size show; ``None`` where they fail.
+def another_size(trial: Trial, split: Split) -> Found | None:
+    """The nearest size in which samples add up to the whole, where micro-batches of the given one fail.
 
     Returns:
         That size; where there is none, that the given one fails while another one runs; or ``None``.
@@ -35,8 +34,12 @@ def another_size(trial: Trial, split: Split, found: Found | None = None) -> Foun
     splittable, given = split.task.splittable, max(len(part.samples) for part in split.parts)
     if split.task.micro_batch_size is None or not _is_plain(splittable):
         return None
-    failed, ran = "", ""
-    for size, cut in _of_sizes(splittable, given, is_tried=found is not None):
+    rows, failed, ran = splittable.rows, "", ""
+    proof = Proof("not exact", "comparison", given, tuple(sizes_of(rows, given)))
+    nearest = sorted(range(2, min(2 * given, rows // 2) + 1), key=lambda size: (abs(size - given), -size))
+    for size in [given, *(one for one in nearest if one != given)][: _SIZES + 1]:
+        sizes = sizes_of(rows, size)
+        cut = Cut(splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)]), (sizes[0], sizes[-1]))
         try:
             difference = trial.difference(cut, in_single=False)
         except Exception as error:  # noqa: BLE001 - only what a shape may cause speaks of the size
@@ -45,45 +48,40 @@ def another_size(trial: Trial, split: Split, found: Found | None = None) -> Foun
             failed = failed or in_one_line(error)
             Failure(error).release()
             continue
-        if found is None and not failed:  # the step's own do not fail
+        if not failed:  # the step's own do not fail
             return None
         if difference.is_none:
-            return _with_size(split, cut, size, failed) if found is None else _beside(found, given, cut, size)
+            return proof, worded("size", "model", given=given, failed=failed, size=size, samples=sum(cut.sizes))
         ran = ran or f"one of {size} samples runs, and gives another gradient than the whole batch"
-    if found is not None or not ran:
+    fails = f"A micro-batch of {given} samples fails with {failed}; {ran}."
+    return (proof, worded("too few", "loss", fails=fails)) if ran else None
+
+
+def is_general(found: Reason) -> bool:
+    """Whether a reason says only that samples do not add up, and not why."""
+    return found.code == "fails" or found.message.startswith(_GENERAL)
+
+
+def whole_groups(trial: Trial, split: Split, found: Found) -> Found | None:
+    """A size that keeps samples together that stand together, where the given one does not; ``None`` for no such."""
+    (proof, reason), given = found, max(len(part.samples) for part in split.parts)
+    if reason is None or split.task.micro_batch_size is None or not _is_plain(split.task.splittable):
         return None
-    told = worded("too few", "loss", fails=f"A micro-batch of {given} samples fails with {failed}; {ran}.")
-    return Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given))), told
-
-
-def _of_sizes(splittable: Splittable, given: int, *, is_tried: bool) -> Iterator[tuple[int, Cut]]:
-    """The first micro-batch with the last one, of the given size and of those next to it."""
-    rows = splittable.rows
-    nearest = sorted(range(2, min(2 * given, rows // 2) + 1), key=lambda size: (abs(size - given), -size))
-    others = [size for size in nearest if size != given]
-    for size in [*([] if is_tried else [given]), *others][: _SIZES + 1]:
-        sizes = sizes_of(rows, size)
-        chosen = splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)])
-        yield size, Cut(chosen, (sizes[0], sizes[-1]))
-
-
-def _with_size(split: Split, cut: Cut, size: int, failed: str) -> Found:
-    given = max(len(part.samples) for part in split.parts)
-    told = worded("size", "model", given=given, failed=failed, size=size, samples=sum(cut.sizes))
-    return Proof("not exact", "comparison", given, tuple(sizes_of(split.task.splittable.rows, given))), told
-
-
-def _beside(found: Found, given: int, cut: Cut, size: int) -> Found | None:
-    proof, reason = found
-    if reason is None:
-        return None
-    tried = f"tried: {sum(cut.sizes)} samples of this batch give the same gradient so"
-    message = (
-        f"Samples that stand together may belong together, such as pairs or the answers to one question: micro-batches "
-        f"of {given} samples part them, those of {size} do not. Or the loss does not add up over samples for another "
-        "reason, and it is by chance."
-    )
-    return proof, replace(more(reason, before=[f"micro_batch_size={size}  # {tried}"]), message=message)
+    cuts = Cuts(split.task.splittable, split.parts)
+    for group in range(2, min(2 * given, _SIZES) + 1):
+        samples = 0
+        with tolerated():  # it may be another number
+            for cut in cuts.of_groups(group=group, again=_AGAIN) if given % group else ():
+                if not trial.difference(cut, in_single=False).is_none:
+                    break
+                samples = sum(cut.sizes)
+            else:
+                if samples:
+                    size = max(group, given // group * group)
+                    told = worded("groups", given=given, group=group, size=size, samples=samples)
+                    remedies = (*told.remedies, *reason.remedies)
+                    return proof, replace(told, where=reason.where, remedies=remedies, evidence=reason.evidence)
+    return None
 
 
 def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found | None:

@@ -19,7 +19,7 @@ from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
-from anybatch.checking.groups import another_size, in_parts_of
+from anybatch.checking.groups import another_size, in_parts_of, is_general, whole_groups
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
@@ -60,7 +60,6 @@ _MEET = {  # by whether they do
     "here from numbers of each sample's own",
     False: "no sample was seen to meet another by these numbers, so that each micro-batch just draws its own",
 }
-_TOGETHER = ("not-additive", "fails", "unexplained")  # as samples of a pair have it that are not in one micro-batch
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 _BY_VERB: dict[Verb | None, dict[str, str]] = {  # remedies that are worded for TrainStep
     "backward": {
@@ -388,9 +387,9 @@ class _Prover:
         if found[1] is None:
             return found
         in_groups = self.in_groups(range(2, self._cuts.largest + 1))
-        if in_groups is None and found[1].code in _TOGETHER and not self._task.is_planned:
-            other = in_parts_of(self._trial, self._split, found) or another_size(self._trial, self._split, found)
-            return other or found
+        if in_groups is None and is_general(found[1]) and not self._task.is_planned:
+            trial, split = self._trial, self._split
+            return in_parts_of(trial, split, found) or whole_groups(trial, split, found) or found
         return in_groups or found
 
     def _closed(self, difference: Difference, explain: Callable[[], Found]) -> Found:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -294,6 +295,14 @@ def is_of_split(error: Exception, splittable: Splittable) -> bool:
     return is_cut and not isinstance(error, AnyBatchError) and not is_out_of_memory(error)
 
 
+def written_out(error: Exception, splittable: Splittable) -> str:
+    """That a size which an error speaks of may be the whole batch's, written out; empty if it speaks of none."""
+    rows = splittable.rows
+    if rows < 2 or re.search(rf"(?<!\d){rows}(?!\d)", str(error)) is None:
+        return ""
+    return f". {rows} is the number of its samples: where that is written out, as in view({rows}, -1), take x.size(0)"
+
+
 def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
     """Notes on an error of the user's code that it was not given the whole batch, which may be why."""
     if not is_of_split(error, splittable):
@@ -304,7 +313,7 @@ def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
         f"this came of {what}: the {splittable.rows} samples of the batch{which} were cut. If it does not come of the "
         "whole batch, without micro_batch_size and memory: pass broadcast= or layout= for a leaf that does not have "
         "its samples in dimension 0, and let the model take any number of samples; anybatch.check(model, loss_fn, "
-        "batch) tries each leaf"
+        f"batch) tries each leaf{written_out(error, splittable)}"
     )
 
 
