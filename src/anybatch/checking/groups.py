@@ -1,5 +1,6 @@
 """Which samples a loss needs together: those of other sizes of micro-batches, or each n-th of the batch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from anybatch.update.transaction import Failure, is_out_of_memory
 _SIZES = 12  # of micro-batches, that are tried where the given one fails
 _OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _PARTS = (2, 3, 4)  # that a loss takes a batch apart into
-_AGAIN = 2  # cuts of any groups, beside those of unlike ones
+_DRAWN = 12  # cuts of any samples, or of any groups beside those of unlike ones
 _GENERAL = tuple(CAUSES[one].text[:30] for one in ("not additive", "unexplained"))
 _FEW = 3  # samples of each part
 
@@ -71,7 +72,9 @@ def whole_groups(trial: Trial, split: Split, found: Found) -> Found | None:
     for group in range(2, min(2 * given, _SIZES) + 1):
         samples = 0
         with tolerated():  # it may be another number
-            for cut in cuts.of_groups(group=group, again=_AGAIN) if given % group else ():
+            groups = cuts.of_groups(group=group, again=_DRAWN)
+            mixed = () if cuts.are_marked(group) else cuts.of_groups(group=group, mixed=True)
+            for cut in itertools.chain(groups, mixed) if given % group else ():
                 if not trial.difference(cut, in_single=False).is_none:
                     break
                 samples = sum(cut.sizes)
@@ -90,20 +93,31 @@ def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found
     if split.task.is_planned or splittable.is_collated or not _is_plain(splittable):
         return None
     for parts in _PARTS:
-        far, few = splittable.rows // parts, min(_FEW, splittable.rows // parts)
-        if splittable.rows % parts or few < 2:
-            continue
-        groups = [[far * part + at for part in range(parts)] for at in range(few)]
-        sizes = ((few - 1) * parts, parts)
-        whole, apart = _in_order(groups), [*_in_order(groups[:-1]), *groups[-1]]
+        samples = 0
         with tolerated():  # it may be another number of parts
-            shown = trial.regrouped(Cut(splittable.chosen(whole), sizes), Cut(splittable.chosen(apart), sizes))
-            if shown is not None and shown.is_none:
-                lines = _by_parts(splittable.batches[0], parts)
-                told = worded("parts", "loss", {"parts": parts}, parts=parts, samples=few * parts, **lines)
-                own = Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given)))
-                return (own if found is None else found[0]), told
+            for groups in _choices(splittable.rows, parts) if splittable.rows % parts == 0 else ():
+                sizes = ((len(groups) - 1) * parts, parts)
+                whole, apart = _in_order(groups), [*_in_order(groups[:-1]), *groups[-1]]
+                shown = trial.regrouped(Cut(splittable.chosen(whole), sizes), Cut(splittable.chosen(apart), sizes))
+                if shown is None or not shown.is_none:
+                    break
+                samples = max(samples, len(whole))
+            else:
+                if samples:
+                    lines = _by_parts(splittable.batches[0], parts)
+                    told = worded("parts", "loss", {"parts": parts}, parts=parts, samples=samples, **lines)
+                    own = Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given)))
+                    return (own if found is None else found[0]), told
     return None
+
+
+def _choices(rows: int, parts: int) -> list[list[list[int]]]:
+    """Groups of any samples, several times: what a loss selects may be the same by chance, and places are not."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = [torch.randperm(rows, generator=generator, device="cpu").tolist() for _ in range(_DRAWN)]
+    few = [min(rows // parts, _FEW - turn % 2) for turn in range(_DRAWN)]
+    found = [[order[at * parts : (at + 1) * parts] for at in range(n)] for order, n in zip(drawn, few, strict=True)]
+    return found if min(few) > 1 else []
 
 
 def _by_parts(batch: Any, parts: int) -> dict[str, str]:

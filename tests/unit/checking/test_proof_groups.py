@@ -99,6 +99,18 @@ def test_a_size_at_which_it_makes_no_difference_by_chance_is_none() -> None:
     assert "micro_batch_size=" not in refused(contrastive, {"x": torch.randn(24, 4).double()}, 5).split("Instead:")[1]
 
 
+def test_a_selection_that_is_the_same_by_chance_is_none() -> None:
+    def worst(model: Any, batch: Any) -> Tensor:
+        errors = (model(batch["x"])[:, 0] - batch["y"]).square()
+        return errors[errors >= errors.quantile(0.8).detach()].mean()
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        text = refused(worst, {"x": torch.randn(20, 4).double(), "y": torch.randn(20).double()}, 4)
+        assert "chunk(" not in text
+        assert "micro_batch_size=" not in text.split("Instead:")[1]
+
+
 def test_a_size_that_fails_is_refused_where_others_run() -> None:
     def five_parts(model: Any, batch: Any) -> Tensor:
         parts = model(batch["x"]).split(4)
