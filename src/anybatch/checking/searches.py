@@ -363,7 +363,7 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     text = str(failure).splitlines()[0] if str(failure) else kind
     split = f"a split into micro-batches of {smallest} samples and more"
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
-    is_fixed = "invalid for input of size" in text and "-1" not in text  # else it takes whole groups
+    is_fixed = "invalid for input of size" in text and "[-1" not in text  # which takes whole groups
     cause = "fixed shape" if is_fixed else "squeezed" if smallest == 1 else "too few"
     return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
 

@@ -278,10 +278,7 @@ def run_pass(
             try:
                 accumulation.collect(chain(each, _padding(task, parts)) if reducer.keeps_step else each)
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                if len(task.splittable.batches) == 1 and task.splittable.collate is None:
-                    note_the_batches(error, task.splittable.batches[0])
-                if len(parts) > 1 and isinstance(error, (RuntimeError, ValueError, IndexError)):
-                    note_the_split(error, task.splittable, progress())
+                note_the_batch(error, task.splittable, progress() if len(parts) > 1 else "")
                 raise
             sums = accumulation.close()
     if task.splittable.obstacle is not None:
@@ -303,9 +300,12 @@ def written_out(error: Exception, splittable: Splittable) -> str:
     return f". {rows} is the number of its samples: where that is written out, as in view({rows}, -1), take x.size(0)"
 
 
-def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
-    """Notes on an error of the user's code that it was not given the whole batch, which may be why."""
-    if not is_of_split(error, splittable):
+def note_the_batch(error: Exception, splittable: Splittable, what: str) -> None:
+    """Notes on an error of the user's code that it was given several batches, or not the whole batch, where it was."""
+    if len(splittable.batches) == 1 and splittable.collate is None:
+        note_the_batches(error, splittable.batches[0])
+    is_of_shape = isinstance(error, (RuntimeError, ValueError, IndexError))
+    if not what or not is_of_shape or not is_of_split(error, splittable):
         return
     cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in splittable.outline().leaves if leaf.dim is not None)
     which = f" ({cut})" if cut else ""
