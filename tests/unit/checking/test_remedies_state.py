@@ -47,9 +47,7 @@ IN_PROOFS = {
     "other dimension",
     "one size",
     "collated together",
-    "parts",
-    "groups",
-}
+} | {"parts", "groups"}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
