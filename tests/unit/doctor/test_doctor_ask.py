@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask.asking import run_probes
+from anybatch.doctor.ask.steps import Question, Step
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
@@ -26,15 +27,20 @@ def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(train: Callable[[], None], probe: str) -> list[Probed]:
-    """The answers to a question after a training, without those to the others that train for a while."""
+    """The answers to a question after a training; of those about steps, and of labels, no other is asked."""
     torch.manual_seed(0)
     with Doctor() as doctor:
         train()
     assert doctor.failure == ""
+    every = Question.answers
+
+    def answers(question: Question, step: Step) -> Iterator[Probed]:
+        return every(question, step) if probe in (question.name, f"{question.name} inputs") else iter(())
+
     with pytest.MonkeyPatch.context() as patch:
-        for name, place in TRAINING.items():
-            if probe not in (name, f"{name} inputs"):  # "related inputs" is answered by the same one
-                patch.setattr(place, unasked)
+        patch.setattr(Question, "answers", answers)  # "related inputs" is answered by "related"
+        if probe != "labels":
+            patch.setattr(TRAINING["labels"], unasked)
         return [one for one in run_probes(doctor) if one.probe == probe]
 
 
