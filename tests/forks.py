@@ -69,6 +69,9 @@ def _serve() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A forked process renews torch's pool of threads at its next use: two devices' threads of a backward, which start
+    # at once, would race for it, and one would find none.
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
     importlib.import_module("torch._dynamo")  # optimizers and DistributedDataParallel load it
     preloaded.load("anybatch")
     gc.collect()

@@ -24,7 +24,7 @@ from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.update.batchnorm import refuse_to_split
 from anybatch.update.passes import Outcome, Progress, Task, run_pass
-from anybatch.update.refusals import Cause, unused
+from anybatch.update.refusals import WhySplit, unused
 from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import Retries, Snapshot
 
@@ -170,7 +170,7 @@ class Gradient(Engine):
             task = self._task(splittable)
             self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
             if is_of_part and batch_norm == "refuse":
-                refuse_to_split(task.modules, self.joined, partial(Cause, verb="backward", batches=self.joined))
+                refuse_to_split(task.modules, self.joined, partial(WhySplit, verb="backward", batches=self.joined))
             with self._planned(splittable):
                 result = self._run(task, parameters)
         self._limit.resolve(splittable.largest)

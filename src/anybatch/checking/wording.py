@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+from anybatch.userlines import OWN, whose_file
 
 
 def how_far(error: float, apart: float = 0.0) -> str:
@@ -39,7 +37,7 @@ def listed(names: Sequence[str]) -> str:
 def in_one_line(error: BaseException) -> str:
     """An error in one line, with the user's own line that it came of, where its traceback has one."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    own = [f" at {Path(file).name}:{line}" for file, line in frames if whose_file(file)]
     first, _, _ = str(error).partition("\n")
     return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
 
@@ -47,4 +45,4 @@ def in_one_line(error: BaseException) -> str:
 def is_own(error: BaseException) -> bool:
     """Whether an error came of a line of this package, and neither of the user's program nor of torch."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and files[-1].startswith(_NOT_THE_USERS[1])
+    return bool(files) and files[-1].startswith(OWN)

@@ -357,7 +357,7 @@ def _without(path: str, frames: TracebackType | None) -> TracebackType | None:
 
 def _take_off_last(frames: TracebackType | None) -> None:
     """Ends a traceback of torch's error at the script's last frame, if anybatch stands between the two."""
-    from anybatch.doctor.recording.naming import USERS, whose_file
+    from anybatch.userlines import USERS, whose_file
 
     last, between, is_own = None, False, False
     while frames is not None:

@@ -47,7 +47,7 @@ def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
     Of libraries that call each other it is the outermost that there is an adapter for.
     """
-    from anybatch.doctor.recording.naming import USERS, whose_file
+    from anybatch.userlines import USERS, whose_file
 
     library = ""
     while frame is not None and whose_file(frame.f_code.co_filename) != USERS:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from anybatch.doctor.graphs import Graph
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.seeing import Seeing, name_of, writes
 from anybatch.doctor.sites import NOWHERE, Running, Site, copying, custom_forward, distribution_drawing
 from anybatch.doctor.values import (
@@ -28,6 +27,7 @@ from anybatch.records.means import Mean
 from anybatch.records.paths import Cut, Leaf, Paths, Stop, Term
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.randomness import RandomState
+from anybatch.userlines import user_place
 
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "__radd__", "__rsub__", "__add__", "__sub__"})
 _KEEP_TERMS = frozenset(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.values import storage_of
 from anybatch.records.paths import Kept, Saved, Term
 
 ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
@@ -191,7 +192,7 @@ def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without:
 
     ``None`` if this torch can't tell a saved tensor from one packed by hooks.
     """
-    seen = {_storage(tensor) for tensor in without if tensor.layout is torch.strided}
+    seen = {storage_of(tensor) for tensor in without if tensor.layout is torch.strided}
     saved: list[Saved] = []
     packed = 0
     for node in reversed(nodes_behind(tensors)):  # what made a tensor comes before what uses it
@@ -202,9 +203,9 @@ def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without:
                 packed += 1
                 continue
             tensor = entry.data
-            if tensor is None or tensor.layout is not torch.strided or _storage(tensor) in seen:
+            if tensor is None or tensor.layout is not torch.strided or storage_of(tensor) in seen:
                 continue
-            seen.add(_storage(tensor))
+            seen.add(storage_of(tensor))
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             size = tensor.untyped_storage().nbytes()
             saved.append(Saved(node.name(), places.get(node, ""), shape, dtype, size))
@@ -215,7 +216,3 @@ def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without:
             modules[one.module] = modules.get(one.module, 0) + one.bytes
     by_size = dict(sorted(modules.items(), key=lambda entry: -entry[1]))
     return Kept(sum(one.bytes for one in saved), by_size, tuple(saved[:_MOST_SAVED]), packed)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -14,6 +14,7 @@ import torch
 from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
 from anybatch.doctor.loopnames import root_of
 from anybatch.doctor.loopsteps import LoopStep
+from anybatch.doctor.values import storage_of
 
 LEAVES = (ast.Return, ast.Break, ast.Continue)
 _EXITS = ("exit", "_exit", "quit", "abort")
@@ -125,14 +126,7 @@ def _trained_memory(step: LoopStep) -> set[int]:
     """Where the storage of each weight and of each buffer begins, and the ids of optimizer states."""
     found = [one for module in step.modules.values() for one in (*module.parameters(), *module.buffers())]
     states = {id(one.state) for one in step.names.values() if isinstance(one, torch.optim.Optimizer)}
-    return states | {_memory(one) for one in found} - {0}
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # of one without storage
-        return 0
+    return states | {storage_of(one) for one in found} - {0}
 
 
 def _is_plain(value: Any, memory: set[int], depth: int = 4) -> bool:
@@ -140,7 +134,7 @@ def _is_plain(value: Any, memory: set[int], depth: int = 4) -> bool:
     if id(value) in memory:
         return False
     if isinstance(value, torch.Tensor):
-        return not isinstance(value, torch.nn.Parameter) and _memory(value) not in memory
+        return not isinstance(value, torch.nn.Parameter) and storage_of(value) not in memory
     if isinstance(value, (*_SCALARS, type, types.ModuleType, torch.utils.data.DataLoader)) or _is_log(value):
         return True
     if isinstance(value, argparse.Namespace):

@@ -1,7 +1,5 @@
 """The user's current line and the running module."""
 
-import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,12 +10,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from anybatch.tensors.graph import in_backward
+from anybatch.userlines import NOT_THE_USERS
 
-NOT_THE_USERS = (
-    *("<anybatch ", f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"),
-    *(contextlib.__file__, functools.__file__),
-)
-"""How the names of files begin that are torch's, our own, or run the user's functions for them."""
 _DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 
 

@@ -126,6 +126,14 @@ def address(tensor: torch.Tensor) -> int:
         return 0
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the storage of a tensor, 0 if it has none."""
+    try:
+        return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors, wrappers
+        return 0
+
+
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
     """The tensors in the arguments or the result of an operation."""
     for value in values:

@@ -59,9 +59,6 @@ class CachingAllocator:
             ``None`` for as many as are asked for.
         expandable: whether segments are expandable.
 
-    Attributes:
-        flushes: how often segments went back to the device since it had no more, for which it has to be waited.
-
     Source:
         torch, ``c10/cuda/CUDACachingAllocator.cpp``.
 
@@ -81,7 +78,7 @@ class CachingAllocator:
         self._free: defaultdict[tuple[bool, int], list[tuple[int, int]]] = defaultdict(list)
         self._unmapped: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # places, in order
         self._at: dict[int, _Block] = {}
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def adopt(self, segments: Iterable[TakenSegment]) -> None:
         """Starts from the segments that an allocator holds, after it returned what is free."""
@@ -181,7 +178,6 @@ class CachingAllocator:
         for is_again in (False, True):
             if is_again:
                 self.release()
-                self.flushes += 1
             if not self._has_room(segment):
                 continue
             if not self._expandable:

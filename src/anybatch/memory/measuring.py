@@ -5,8 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
-from types import FrameType
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from anybatch.records.memory import (
 )
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.optimizers import state_tensors
+from anybatch.userlines import calling_frame
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
 _LARGEST = 4
 
 
@@ -172,9 +171,7 @@ class LinedRecording(Recording):
 
 def _user_line() -> tuple[str, str]:
     """The innermost line that is neither torch's nor this library's, and the class whose method it is in."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
+    frame = calling_frame(sys._getframe(2))
     if frame is None:
         return "", ""
     line = f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -15,7 +15,6 @@ splittable pseudorandom number generators"). Integers wrap around in the same wa
 
 import math
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.errors import AnyBatchError, BatchError, NotSplittable
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import in_backward
+from anybatch.userlines import calling_frame
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, the increment of SplitMix64
@@ -361,9 +361,8 @@ _FUNCTIONS: dict[Any, bool] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_), True),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), False),
 }
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def _line_of_call() -> str:
-    calls = [call for call in traceback.extract_stack() if not call.filename.startswith(_NOT_THE_USERS)]
-    return f"{Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else "torch"
+    frame = calling_frame(sys._getframe())
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "torch"

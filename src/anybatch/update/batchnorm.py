@@ -16,7 +16,7 @@ from anybatch.errors import NotSplittable
 from anybatch.tensors.graph import is_recomputing
 from anybatch.tensors.modules import SCRIPTED, is_scripted, modules_of
 from anybatch.update.refusals import (
-    Cause,
+    WhySplit,
     named,
     no_statistics,
     not_splittable,
@@ -74,7 +74,7 @@ def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
     return any(map(issubclass, kinds, repeat(_COUPLING))) or not all(map(issubclass, kinds, repeat(torch.nn.Module)))
 
 
-def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause) -> None:
+def refuse_to_split(models: Sequence[Any], micro_batches: int, cause: Callable[[], WhySplit] = WhySplit) -> None:
     """Raises if a batch of several micro-batches would go through BatchNorm in training mode."""
     if micro_batches < 2:
         return
@@ -109,7 +109,7 @@ def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy
 
 @contextmanager
 def batch_norm_as(
-    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Callable[[], Cause] = Cause
+    policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Callable[[], WhySplit] = WhySplit
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
 
@@ -143,7 +143,7 @@ def batch_norm_as(
 
 
 def _watch_split(
-    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Callable[[], Cause]
+    stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Callable[[], WhySplit]
 ) -> None:
     """Refuses what shows only while the loss function runs."""
     if policy == "ghost":
@@ -176,7 +176,7 @@ def _refuse_training_mode(name: str, module: Any, _: tuple[Any, ...]) -> None:
         raise put_in_training_mode(name, module)
 
 
-def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Callable[[], Cause]) -> None:
+def _refuse_single_values(name: str, module: Any, args: tuple[Any, ...], *, cause: Callable[[], WhySplit]) -> None:
     """Refuses inputs with one value a channel, of which torch says less."""
     if module.training and args and args[0].dim() > 1 and args[0].numel() == args[0].size(1):
         raise one_value(name, module, args[0].shape, cause())

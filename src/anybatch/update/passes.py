@@ -34,7 +34,7 @@ from anybatch.update.batchnorm import (
     refuse_over_ranks,
     refuse_to_split,
 )
-from anybatch.update.refusals import Cause, Verb
+from anybatch.update.refusals import Verb, WhySplit
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ class Task:
         device = self.settings.device
         return iter(batches) if self.splittable.lies_on(device) else moved(batches, device)
 
-    def cause(self, parts: Sequence[Part]) -> Cause:
+    def cause(self, parts: Sequence[Part]) -> WhySplit:
         """Why the batch is in these parts: those smaller than what was asked for are so because memory ran out."""
         splittable, wanted = self.splittable, self.micro_batch_size
         most = min(one for one in (wanted, splittable.most, splittable.largest) if one is not None)
         is_known = wanted is None or not splittable.has_costs  # packs may be cheaper than what was asked for
-        return Cause(
+        return WhySplit(
             verb=self.verb,
             micro_batch_size=wanted,
             sizes=tuple(len(part.samples) for part in parts),
@@ -334,7 +334,7 @@ def _counted(
     is_cut = over_time is not None and (over_time.prepare is not None or task.cut_of_time is not None)
     if differentiate and task.batch_norm == "refuse" and is_cut:
         # BatchNorm in a chunk of time would see the steps of that chunk only.
-        refuse_to_split(task.modules, 2, partial(Cause, verb=task.verb, over_time=True))
+        refuse_to_split(task.modules, 2, partial(WhySplit, verb=task.verb, over_time=True))
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
         with reducer.apart(task.modules), task.optimized(task.model):
             weights = _count_in_forward(task, parts, weights, progress)

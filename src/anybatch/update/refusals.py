@@ -18,11 +18,11 @@ _CALLS = {
 
 
 @dataclass(frozen=True)
-class Cause:
+class WhySplit:
     """Why a logical batch is in several micro-batches.
 
     Example:
-        >>> Cause(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
+        >>> WhySplit(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
         'micro_batch_size=8 cuts these 22 samples into 3 micro-batches.'
     """
 
@@ -71,7 +71,7 @@ def named(modules: Mapping[str, torch.nn.Module]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, cause: Cause) -> NotSplittable:
+def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, cause: WhySplit) -> NotSplittable:
     """The error for a batch that may not be split."""
     pieces = "chunks of time" if cause.over_time else f"{micro_batches} micro-batches"
     why = cause.sentence(micro_batches)
@@ -102,7 +102,7 @@ def _mode(modules: Mapping[str, Any]) -> str:
     return "in training mode or without running statistics"
 
 
-def _whole(cause: Cause) -> str:
+def _whole(cause: WhySplit) -> str:
     if cause.over_time:
         return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
     first = "Give a budget."
@@ -121,7 +121,7 @@ def _whole(cause: Cause) -> str:
     )
 
 
-def _frozen(modules: Mapping[str, Any], cause: Cause) -> str:
+def _frozen(modules: Mapping[str, Any], cause: WhySplit) -> str:
     bare = without_statistics(modules)
     if bare:
         return f'3. "frozen" can\'t be chosen here, since {named(bare)} keeps no running statistics.\n'
@@ -136,7 +136,7 @@ def without_statistics(modules: Mapping[str, Any]) -> dict[str, Any]:
     return {name: m for name, m in modules.items() if m.running_mean is None and m.running_var is None}
 
 
-def _line(cause: Cause, policy: str) -> str:
+def _line(cause: WhySplit, policy: str) -> str:
     said = f"micro_batch_size={cause.micro_batch_size:g}, " if cause.micro_batch_size is not None else ""
     said = 'memory="free", ' if cause.planned else said  # which chooses the size
     if cause.verb is None:
@@ -172,7 +172,7 @@ def no_statistics(modules: Mapping[str, torch.nn.Module]) -> NotSplittable:
     )
 
 
-def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: Cause) -> NotSplittable:
+def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: WhySplit) -> NotSplittable:
     """The error for a micro-batch that leaves BatchNorm one value a channel, which has no variance."""
     sizes = cause.sizes
     got = f" The {sum(sizes)} samples are in micro-batches of {_listed(sizes)}." if sizes else ""

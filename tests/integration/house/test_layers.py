@@ -16,7 +16,7 @@ from source_tree import PACKAGE, imports, module_name, modules
 # other, because they lie in one folder. The package's own __init__ stands above everything: nothing imports it.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"_version", "errors", "interception", "units"}),
-    frozenset({"accelerators", "torch_private"}),
+    frozenset({"accelerators", "torch_private", "userlines"}),
     frozenset({"records"}),
     frozenset({"batch"}),
     frozenset({"tensors"}),

@@ -16,18 +16,18 @@ from anybatch.batch.counting import count_samples
 from anybatch.options import Options
 from anybatch.update.batchnorm import batch_norm_as, coupling_modules, refuse_to_split
 from anybatch.update.passes import Task
-from anybatch.update.refusals import Cause, named
+from anybatch.update.refusals import WhySplit, named
 from batchnorm_models import ResNet, assert_bitwise, image_loss, left, norms_of, pictures, plain
 from faults import different, facts
 
 
-def message(cause: Cause | None = None, model: nn.Module | None = None) -> str:
+def message(cause: WhySplit | None = None, model: nn.Module | None = None) -> str:
     with pytest.raises(anybatch.NotSplittable) as caught:
-        refuse_to_split([ResNet() if model is None else model], 3, lambda: cause or Cause())
+        refuse_to_split([ResNet() if model is None else model], 3, lambda: cause or WhySplit())
     return str(caught.value)
 
 
-def cause_of(splittable: Splittable, parts: list[Part], asked: float | None = None) -> Cause:
+def cause_of(splittable: Splittable, parts: list[Part], asked: float | None = None) -> WhySplit:
     """What a step says of these parts, whose user asked for this size."""
     options = Options(model=nn.Linear(1, 1), loss_fn=image_loss)
     return Task(options.model, options.loss_fn, count_samples, options.settings(), "refuse", splittable, asked).cause(
@@ -54,13 +54,19 @@ def test_modules_are_grouped_by_kind() -> None:
 
 
 CAUSES = {
-    "size": (Cause("TrainStep", 8, (8, 8, 6)), "micro_batch_size=8 cuts these 22 samples into 3 micro-batches"),
-    "size of a window": (Cause("TrainStep", 8, (8, 3, 8), batches=2), "micro_batch_size=8 cuts these 19 samples"),
-    "memory": (Cause("backward", None, (8, 8, 6), ran_out=True), "Memory ran out with larger pieces: these 22 samples"),
-    "memory under a plan": (Cause("TrainStep", 22, (8, 8, 6), ran_out=True, planned=True), "ran out .* under the plan"),
-    "window": (Cause("TrainStep", None, (4, 4, 4), batches=3), "The window has 3 batches"),
-    "plan": (Cause("TrainStep", 8, (8, 8, 6), planned=True), "The given plan cuts these 22 samples"),
-    "time": (Cause(over_time=True), "OverTime cuts the sequences into chunks"),
+    "size": (WhySplit("TrainStep", 8, (8, 8, 6)), "micro_batch_size=8 cuts these 22 samples into 3 micro-batches"),
+    "size of a window": (WhySplit("TrainStep", 8, (8, 3, 8), batches=2), "micro_batch_size=8 cuts these 19 samples"),
+    "memory": (
+        WhySplit("backward", None, (8, 8, 6), ran_out=True),
+        "Memory ran out with larger pieces: these 22 samples",
+    ),
+    "memory under a plan": (
+        WhySplit("TrainStep", 22, (8, 8, 6), ran_out=True, planned=True),
+        "ran out .* under the plan",
+    ),
+    "window": (WhySplit("TrainStep", None, (4, 4, 4), batches=3), "The window has 3 batches"),
+    "plan": (WhySplit("TrainStep", 8, (8, 8, 6), planned=True), "The given plan cuts these 22 samples"),
+    "time": (WhySplit(over_time=True), "OverTime cuts the sequences into chunks"),
 }
 
 
@@ -135,7 +141,7 @@ def test_memory_is_blamed_only_for_what_is_smaller_than_was_asked_for(rows: int,
 
 def test_a_window_and_raw_samples_have_causes() -> None:
     window = Splittable([torch.zeros(3, 1), torch.zeros(5, 1)])
-    assert cause_of(window, window.plan(None)) == Cause(sizes=(3, 5), batches=2)
+    assert cause_of(window, window.plan(None)) == WhySplit(sizes=(3, 5), batches=2)
     assert cause_of(window, window.plan(2)).ran_out
     raw = Splittable([[1.0, 2.0, 3.0]], collate=torch.tensor, cost=float)
     assert not cause_of(raw, raw.plan(4), 4).ran_out
@@ -280,7 +286,7 @@ def test_the_sizes_that_are_offered_leave_no_single_row(rows: int, size: int) ->
     if sizes[-1] != 1 or len(sizes) == 1:
         return
     model = nn.BatchNorm1d(2)
-    cause = Cause(micro_batch_size=size, sizes=tuple(sizes))
+    cause = WhySplit(micro_batch_size=size, sizes=tuple(sizes))
     with batch_norm_as("ghost", [model], len(sizes), lambda: cause), pytest.raises(anybatch.NotSplittable) as caught:
         model(torch.ones(1, 2))
     found = re.search(r"micro_batch_size=([0-9 or]+) leaves", str(caught.value))

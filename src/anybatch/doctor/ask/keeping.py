@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
@@ -23,6 +22,7 @@ from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
+from anybatch.userlines import user_place
 
 _TAPED = 10  # steps in which one may be written down
 _MOST_TRIES = 6  # for each root

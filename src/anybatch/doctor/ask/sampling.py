@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.trials import told
-from anybatch.doctor.recording.naming import user_place
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.tensors.dispatch import has_numbers, unseen
+from anybatch.userlines import user_place
 
 _MOST_ROWS = 20_000  # of the training
 _OF_A_CALL = 1024  # rows, and entries of each, evenly spaced where there are more

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from anybatch.doctor.recording.modes import SafeMode
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.seeing import name_of, writes
 from anybatch.doctor.values import tensors_in
 from anybatch.tensors.dispatch import unseen
+from anybatch.userlines import user_place
 
 LEAST_ROWS = 4
 _MOST_OPERATIONS = 20_000

@@ -19,7 +19,6 @@ from anybatch.accelerators import in_use
 from anybatch.batch.trees import flat, map_leaves
 from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.paths import Preserved
-from anybatch.doctor.recording.naming import whose_file
 from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.doctor.sites import Running
 from anybatch.interception import unobserved
@@ -28,6 +27,7 @@ from anybatch.tensors.dispatch import Mode, without_user_modes
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.torch_private import has_hooks_on_saved_tensors
+from anybatch.userlines import whose_file
 
 MOST_BYTES = 2 * 2**30
 """Of what a model that is still copied holds."""

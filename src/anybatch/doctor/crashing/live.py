@@ -2,21 +2,17 @@
 
 import ast
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, simple_statements, source_of
-from anybatch.doctor.recording.naming import USERS, whose_file
+from anybatch.userlines import OWN, TORCHS, USERS, whose_file
 
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _OPTIMIZED = 0x1  # the flag of a function's code, whose locals are a copy
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 _MOST = 2000  # tensors that are looked at by name
@@ -277,9 +273,9 @@ class Live:
 
 def whose(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"``, ``"torch"`` or ``"ours"``."""
-    if file.startswith(_TORCH):
+    if file.startswith(TORCHS):
         return "torch"
-    if file.startswith((_OURS, "<anybatch")):  # the recorder's wrappers bear no path
+    if file.startswith((OWN, "<anybatch")):  # the recorder's wrappers bear no path
         return "ours"
     return "user" if whose_file(file) == USERS else "library"
 

@@ -14,6 +14,7 @@ from anybatch.doctor.crashing.carried import function_of, kept_over, losses_of, 
 from anybatch.doctor.crashing.live import Live
 from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, path_of, simple_statements, targets
 from anybatch.doctor.graphs import nodes_behind
+from anybatch.doctor.values import storage_of
 
 _SHAPE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\]")
 _OUTPUT = re.compile(r"output \d+ of (?:\w+::)*(\w+?)(?:Backward\d*)?[,\s]")
@@ -79,19 +80,12 @@ def _written_parameters(live: Live, damage: Damage) -> list[str]:
     """The parameter that was written to, where it was one; the graph keeps a transposed view of a weight."""
     own = live.parameters()
     if damage.saved is not None:
-        key = _storage(damage.saved)
-        return [name for name, one in own.items() if key and _storage(one) == key]
+        key = storage_of(damage.saved)
+        return [name for name, one in own.items() if key and storage_of(one) == key]
     if damage.maker not in ("", "AsStrided", "T", "Transpose"):
         return []
     fits = (damage.size, damage.size[::-1])
     return [name for name, one in own.items() if one._version == damage.version and list(one.shape) in fits]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def weights_stepped(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -141,8 +135,8 @@ def _stepped_at(live: Live) -> tuple[str, int, str] | None:
 def tensor_written(live: Live, match: "re.Match[str]") -> Answer:
     """The tensor that was written to, and the line that wrote, if one can be meant."""
     damage = _damage(live, match.group(1))
-    key = _storage(damage.saved) if damage.saved is not None else 0
-    alias = next((p for p, one, _ in live.named() if key and _storage(one) == key and not one.is_leaf), "")
+    key = storage_of(damage.saved) if damage.saved is not None else 0
+    alias = next((p for p, one, _ in live.named() if key and storage_of(one) == key and not one.is_leaf), "")
     write = _writer(live, damage, alias)
     name = alias or (write.path if write is not None else "")
     maker, user = damage.maker, damage.user

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.recording.gradients import Came, Gradients
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.recordings import FACTORS, Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.torch_private import in_transform, number_of_backward
+from anybatch.userlines import user_place
 
 _MOST_FACTORS = 8
 _SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor", "weight", "top", "touched_count",

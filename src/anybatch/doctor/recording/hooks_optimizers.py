@@ -14,13 +14,14 @@ from torch.nn.utils import clip_grad
 
 from anybatch.doctor.recording.describing import itself, rates_of
 from anybatch.doctor.recording.gradients import Gradients
-from anybatch.doctor.recording.naming import modules_in_sight, user_place
+from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.patches import function_in, noting
 from anybatch.doctor.recording.recordings import FIRST, Depth, Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.values import tensors_in
 from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
 from anybatch.tensors.dispatch import has_numbers, item_of, unseen
+from anybatch.userlines import user_place
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 5  # steps of which one is followed by a look at whether the record is to be written

@@ -15,11 +15,12 @@ from torch.utils.data import dataloader as loaders
 from anybatch.doctor.recording.describing import itself, rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.modes import reissued
-from anybatch.doctor.recording.naming import user_place, variable_of
+from anybatch.doctor.recording.naming import variable_of
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.doctor.samples.inputs import data_of, standardised
 from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
+from anybatch.userlines import user_place
 
 _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 

@@ -1,11 +1,10 @@
-"""What the user's code calls a thing, and which of the user's lines is running."""
+"""What the user's code calls a thing."""
 
 import dis
 import functools
 import inspect
 import itertools
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
@@ -13,70 +12,12 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.sites import NOT_THE_USERS
+from anybatch.userlines import LIBRARYS, USERS, whose_file
 
-_LIBRARY = tuple(
-    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
-)
-USERS, _LIBRARYS, _HIDDEN = 2, 1, 0
 _MOST_FRAMES = 200
-_MOST_FILES = 4096
 _MOST_ENTRIES = 64
 _LOOKS_AT_ITS_LOCALS = frozenset({"locals", "vars", "exec", "eval", "dir", "builtins"})
 _GIVES_PROXIES = sys.version_info >= (3, 13)  # PEP 667: ``f_locals`` keeps nothing alive
-
-
-WHOSE: dict[str, int] = {}
-"""Whose code the files are that were met: 2 for the user's, 1 for that of a library, 0 for torch's and our own."""
-
-
-def whose_file(file: str) -> int:
-    """Whose code a file is, as ``WHOSE`` has it."""
-    known = WHOSE.get(file)
-    if known is None:
-        if len(WHOSE) >= _MOST_FILES:
-            WHOSE.clear()
-        known = WHOSE[file] = _belongs_to(file)
-    return known
-
-
-def _belongs_to(file: str) -> int:
-    if file.startswith(NOT_THE_USERS):
-        return _HIDDEN
-    is_library = (file.startswith(_LIBRARY) and "/anybatch/" not in file) or "/site-packages/" in file
-    return _LIBRARYS if is_library else USERS
-
-
-def user_place(depth: int = 1) -> tuple[str, int]:
-    """The innermost of the user's lines; that of another library where there is none of the user's own."""
-    frame: FrameType | None
-    try:
-        frame = sys._getframe(depth)
-    except ValueError:  # nobody's code calls, as at the end of a process
-        frame = sys._getframe(1)
-    of_library: FrameType | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        whose = WHOSE[file] if file in WHOSE else whose_file(file)
-        if whose == USERS:
-            break
-        if whose == _LIBRARYS and of_library is None:
-            of_library = frame
-        frame = frame.f_back
-    frame = frame or of_library
-    if frame is None:
-        return "", 0
-    code = frame.f_code
-    known = PLACES.get((id(code), frame.f_lasti))
-    if known is None:
-        if len(PLACES) >= _MOST_FILES:
-            PLACES.clear()
-        known = PLACES[id(code), frame.f_lasti] = code, (code.co_filename, frame.f_lineno)
-    return known[1]
-
-
-PLACES: dict[tuple[int, int], tuple[CodeType, tuple[str, int]]] = {}
-"""Lines that were met, by the code, which is kept so that its ``id`` stays its own, and the place in it."""
 
 
 def variable_of(thing: Any) -> str:
@@ -88,7 +29,7 @@ def variables_of(things: Iterable[Any]) -> dict[int, str]:
     """What the user's code calls some things, by ``id``, all found at one go."""
     missing, found = {id(thing) for thing in things}, dict[int, str]()
     for named in (_names, _attributes):
-        for scope in _scopes(USERS, _LIBRARYS):
+        for scope in _scopes(USERS, LIBRARYS):
             if not missing:
                 return found
             for name, value in named(scope):

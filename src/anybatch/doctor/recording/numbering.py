@@ -11,9 +11,10 @@ import torch
 
 from anybatch.doctor.recording import describing
 from anybatch.doctor.recording.describing import Held, held_by, parameters_in
-from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
+from anybatch.doctor.recording.naming import variable_of, variables_of
 from anybatch.records.lines import Fact
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root, SchedulerFacts
+from anybatch.userlines import user_place
 
 _TOLD = attrgetter(*(one.name for one in fields(ParameterFacts) if one.name not in ("at", "step")))
 _MOST_ALIVE = 64  # roots that are looked at closely

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import hidden, raised
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.lossfacts import Printed
+from anybatch.userlines import user_place
 
 _MOST_LINES = 256  # of the script, from which numbers are printed
 _MOST_KEPT = 64  # texts of one of them

@@ -18,7 +18,6 @@ import torch
 
 from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.naming import PLACES, USERS, WHOSE, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches, hidden
 from anybatch.parallel.workers import DeviceThread
@@ -28,6 +27,7 @@ from anybatch.records.repeats import DIFFERING
 from anybatch.tensors.dispatch import nobody_looks
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_function_modes, number_of_modes, without_torch_function
+from anybatch.userlines import PLACES, USERS, WHOSE, user_place
 
 _PATIENCE = 0.02  # seconds
 _LONGEST_HOOK = 60.0

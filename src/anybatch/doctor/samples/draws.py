@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.walking import SCORES
 from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Drawn, Scored
+from anybatch.userlines import user_place
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.recordings import Recording

@@ -4,13 +4,11 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.recording.recordings import Depth
 from anybatch.doctor.samples.guesses import Guesses, Targets
@@ -21,6 +19,7 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.tensors.dispatch import unseen
 from anybatch.torch_private import in_transform, is_jit_tracing, number_of_backward
+from anybatch.userlines import OWN, user_place
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.recordings import Recording
@@ -214,7 +213,6 @@ LOSSES = (
 )
 _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-_OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
 _SURELY = 3.0  # standard errors
@@ -436,7 +434,7 @@ def _caller() -> torch.nn.Module | None:
     """The module whose method calls, if it is one."""
     frame = inspect.currentframe()
     while frame is not None and (
-        frame.f_code.co_filename == F.__file__ or frame.f_code.co_filename.startswith((HIDDEN, _OURS))
+        frame.f_code.co_filename == F.__file__ or frame.f_code.co_filename.startswith((HIDDEN, OWN))
     ):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:

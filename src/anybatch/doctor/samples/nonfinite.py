@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.flatcopies import plain
 from anybatch.doctor.samples.norms import kept_of
 from anybatch.doctor.samples.origins import Origin, hidden_rows, kind_of, origin_in, risky
 from anybatch.records.samples import NonFinite
+from anybatch.userlines import user_place
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering

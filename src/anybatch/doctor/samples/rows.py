@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anybatch.doctor.recording.naming import user_place
 from anybatch.tensors.dispatch import unseen
+from anybatch.userlines import user_place
 
 _MOST_TRAINED = 1 << 14  # rows of a net: of larger data nothing is said
 _MOST_CALLS = 1024  # of a net in training

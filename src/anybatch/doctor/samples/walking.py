@@ -358,16 +358,12 @@ def spread(start: Any, rows: int, scored: Mapping[Any, tuple[int, ...]]) -> tupl
 
 def _has_pairs(start: Any) -> bool:
     """Whether entries are compared with each other below a loss, as in a kernel, each with the shape of all pairs."""
-    nodes = dict.fromkeys([start])
-    for node in (waiting := list(nodes)):
+    for node in outputs_first([start], _MOST_PRODUCTS):
         real, shape = [after for after in following(node) if after is not None], shape_of(node) or ()
         if node.name() in _PAIRING and len(real) == 2 and len(shape) == 2 and shape[0] == shape[1]:
             sides = [shape_of(one) for one in real]
             if any(one in ((shape[0], 1), (shape[0],)) for one in sides) and len({*sides, shape}) > 1:
                 return True
-        if len(waiting) < _MOST_PRODUCTS:
-            waiting.extend(after for after in real if after not in nodes)
-            nodes.update(dict.fromkeys(real))
     return False
 
 
