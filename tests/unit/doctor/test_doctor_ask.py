@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask.asking import run_probes
-from anybatch.doctor.ask.steps import Question, Step
+from anybatch.doctor.ask.steps import Question
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
@@ -32,23 +32,15 @@ def asked(train: Callable[[], None], probe: str) -> list[Probed]:
     with Doctor() as doctor:
         train()
     assert doctor.failure == ""
-    every = Question.answers
-
-    def answers(question: Question, step: Step) -> Iterator[Probed]:
-        return every(question, step) if probe in (question.name, f"{question.name} inputs") else iter(())
-
+    every, names = Question.answers, (probe, probe.removesuffix(" inputs"))  # "related inputs" is answered by "related"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Question, "answers", answers)  # "related inputs" is answered by "related"
+        patch.setattr(Question, "answers", lambda self, step: every(self, step) if self.name in names else iter(()))
         if probe != "labels":
-            patch.setattr(TRAINING["labels"], unasked)
+            patch.setattr(TRAINING[-1], unasked)
         return [one for one in run_probes(doctor) if one.probe == probe]
 
 
-TRAINING = {
-    "rate": "anybatch.doctor.ask.fitting.other_rate",
-    "related": "anybatch.doctor.ask.relating.related",
-    "labels": "anybatch.doctor.ask.training.unrelated",
-}
+TRAINING = [f"anybatch.doctor.ask.{one}" for one in ("fitting.other_rate", "relating.related", "training.unrelated")]
 
 
 def unasked(*_: Any) -> Probed:

@@ -1,7 +1,7 @@
 """The start of a doctor is linear in modules, and a part of a model that is called is no root of its own."""
 
-import cProfile
 import copy
+import cProfile
 import itertools
 import sys
 import time
