@@ -8,11 +8,12 @@ import torch
 from anybatch.doctor.recorder import Doctor
 
 
-def train(number: int) -> None:
-    """Trains a small model."""
+def train(number: int, together: threading.Barrier) -> None:
+    """Trains a small model, beginning when all threads are there: a busy machine starts one after the other."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    together.wait()
     for _ in range(20):
         optimizer.zero_grad()
         model(torch.full((2, 3), float(number))).square().mean().backward()
@@ -24,7 +25,8 @@ def main() -> None:
     ended = 0
     for _ in range(20):
         with Doctor() as doctor:
-            threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+            together = threading.Barrier(4)
+            threads = [threading.Thread(target=train, args=(number, together)) for number in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:

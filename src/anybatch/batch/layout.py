@@ -33,6 +33,9 @@ from anybatch.errors import BatchError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
+IN_WINDOWS = "for batch in loader: step(batch), or for window in anybatch.windows(loader, batches=8): step(window)"
+"""What is done with several batches, by one update each or by one for some of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
@@ -151,12 +154,14 @@ def lay_out(
     found = None if placed or isinstance(placed, Placement) else _lay_out_plain(batch)
     if found is not None:
         return found
+    if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):  # of which nothing can run again
+        raise BatchError(f"the batch is a {type(batch).__name__}; iterate over it, as in: {IN_WINDOWS}")
     surveyor = _Surveyor(placed)
     try:
         found = surveyor.survey(batch)
     except BatchError as error:
         surveyor.check_names(batch)
-        if not may_be_whole or isinstance(batch, torch.utils.data.DataLoader):
+        if not may_be_whole:
             raise
         whole = Constant(batch, "batch")
         return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)
@@ -360,8 +365,6 @@ class _Surveyor:
             return _agreed(self._leaves)
         counted = [*self._lists, *(found for found, _ in self._tuples if found.dotted in self._samples)]
         if not counted:
-            if isinstance(batch, torch.utils.data.DataLoader):
-                raise BatchError("the batch is a DataLoader; iterate over it, as in: for batch in loader: step(batch)")
             raise BatchError(
                 f"the batch, a {type(batch).__name__}, has no tensor with rows and no list of samples; expected "
                 f"tensors of shape [rows, ...]; {_OWN}. {IN_A_ROW}"
@@ -544,12 +547,12 @@ def could_be_both(found: Sequence[Found], rows: int, own: int) -> BatchError:
         what = f"{kind} of {rows} items with {own} rows each, so it could be {rows} samples or {rows} leaves"
     items = ", ".join(f"{one.dotted!r}: 0" for one in found)
     inside = ", ".join(f"{(one.dotted + '.*').removeprefix('.')!r}: 0" for one in found)
-    as_tuple = len(found) == 1 and isinstance(first.node, list)
-    leaves_too = f"make it a tuple if the items are leaves, or pass layout={{{inside}}}"
+    is_list = len(found) == 1 and isinstance(first.node, list)
+    leaves_too = "make it a tuple if the items are leaves, or" if is_list else "if the items are leaves,"
     return BatchError(
-        f"{what}; {leaves_too if as_tuple else f'if the items are leaves, pass layout={{{inside}}}'}. If they are "
-        f"samples, pass layout={{{items}}}, or stack them; where their shapes differ, pass a list, or let the "
-        "DataLoader return raw samples (collate_fn=list) and pass collate=",
+        f"{what}; {leaves_too} pass layout={{{inside}}}. If they are samples, pass layout={{{items}}}, or stack them; "
+        "where their shapes differ, pass a list, or let the DataLoader return raw samples (collate_fn=list) and pass "
+        f"collate={'' if first.dotted else f'. If they are batches: {IN_WINDOWS}'}",
         path=first.label,
     )
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from anybatch.batch.batches import sizes_of, split
-from anybatch.batch.layout import lay_out, placement
-from anybatch.errors import BatchError
+from anybatch.batch.layout import IN_WINDOWS, lay_out, placement, rows_of
+from anybatch.batch.trees import flat
+from anybatch.errors import AnyBatchError, BatchError
 
 
 class Window:
@@ -27,6 +28,21 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window of {len(self.batches)} batches"
+
+
+def note_the_batches(error: Exception, batch: Any) -> None:
+    """Notes on an error of the user's code that it may have been given a list of batches as one batch."""
+    if type(batch) not in (list, tuple) or len(batch) < 2 or isinstance(error, AnyBatchError):
+        return
+    try:
+        rows = [lay_out(one).rows for one in batch]
+    except BatchError:
+        return
+    if min(rows) > 1 and all(len([*filter(rows_of, flat(one))]) > 1 for one in batch):
+        error.add_note(
+            f"the batch is a {type(batch).__name__} of {len(batch)}, the first of {rows[0]} rows, as of batches of a "
+            f"loader, and loss_fn was given it, or a part of it. If they are batches: {IN_WINDOWS}"
+        )
 
 
 class Windows:

@@ -84,6 +84,17 @@ CAUSES: dict[str, Cause] = {
         "only, such as whole groups.",
         ("micro_batch_size={size}  # tried: {samples} samples of this batch give the same gradient so",),
     ),
+    "groups": Cause(
+        "not-additive",
+        "{group} samples that stand together belong together, such as pairs: micro-batches of {given} part them.",
+        ("micro_batch_size={size}  # whole groups of {group}; tried with {samples} samples",),
+    ),
+    "parts": Cause(
+        "not-additive",
+        "The loss takes the batch apart into {parts} parts, as chunk({parts}) does, and puts together what is at the "
+        "same place in each. Cut so that these stay together, it is exact (tried with {samples} samples).",
+        ("{before}  # before step(batch), with layout={layout}\n    {within}  # first in the loss", WHOLE),
+    ),
     "squeezed": Cause(
         "fails",
         "{fails} Look for squeeze() without a dimension, which drops that of a single sample, too.",
@@ -583,9 +594,5 @@ _UNEXPLAINED = reason("unexplained", evidence={"error": 0.0})
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:
     """Adds to a reason: to its message, other numbers, and before its own lines those that help more."""
-    return dataclasses.replace(
-        found,
-        message=found.message + text,
-        remedies=(*before, *found.remedies),
-        evidence={**found.evidence, **evidence},
-    )
+    message, remedies = found.message + text, (*before, *found.remedies)
+    return dataclasses.replace(found, message=message, remedies=remedies, evidence={**found.evidence, **evidence})

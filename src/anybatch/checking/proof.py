@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from anybatch.batch.batches import sizes_of
 from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
+from anybatch.checking.groups import another_size, in_parts_of, is_general, whole_groups
 from anybatch.checking.proving import Split
 from anybatch.checking.searches import misplaced, written_weights
 from anybatch.checking.state import shown_iterators
@@ -60,8 +60,6 @@ _MEET = {  # by whether they do
     "here from numbers of each sample's own",
     False: "no sample was seen to meet another by these numbers, so that each micro-batch just draws its own",
 }
-_SIZES = 12  # of micro-batches, that are tried where the given one fails
-_OF_SHAPES = (RuntimeError, ValueError, IndexError)
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 _BY_VERB: dict[Verb | None, dict[str, str]] = {  # remedies that are worded for TrainStep
     "backward": {
@@ -221,7 +219,8 @@ class _Prover:
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         if self._is_of_torch and uncut is None and not self._task.is_planned:
-            other = self._uncut() or _another_size(self._trial, self._split) or self._carried()
+            trial, split = self._trial, self._split
+            other = self._uncut() or in_parts_of(trial, split) or another_size(trial, split) or self._carried()
             if other is not None:
                 return other
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
@@ -385,7 +384,13 @@ class _Prover:
             reason = worded("moves", where, {"moves": True}, what=what)
             return difference.proof("not exact", "comparison"), reason
         found = self._decided(difference)
-        return found if found[1] is None else self.in_groups(range(2, self._cuts.largest + 1)) or found
+        if found[1] is None:
+            return found
+        in_groups = self.in_groups(range(2, self._cuts.largest + 1))
+        if in_groups is None and is_general(found[1]) and not self._task.is_planned:
+            trial, split = self._trial, self._split
+            return in_parts_of(trial, split, found) or whole_groups(trial, split, found) or found
+        return in_groups or found
 
     def _closed(self, difference: Difference, explain: Callable[[], Found]) -> Found:
         """What explains a difference; one that was seen is not lost where what explains it fails."""
@@ -509,32 +514,6 @@ class _Prover:
                 return None
             first = first or tried
         return first
-
-
-def _another_size(trial: Trial, split: Split) -> tuple[Proof, Reason] | None:
-    """The nearest size in which samples add up to the whole, where the micro-batches of the step fail."""
-    splittable, given = split.task.splittable, max(len(part.samples) for part in split.parts)
-    if split.task.micro_batch_size is None or splittable.has_costs or len(splittable.layouts) != 1:
-        return None
-    failed, rows = None, splittable.rows
-    nearest = sorted(range(2, min(2 * given, rows // 2) + 1), key=lambda size: (abs(size - given), -size))
-    for size in [given, *(one for one in nearest if one != given)][: _SIZES + 1]:
-        sizes = sizes_of(rows, size)
-        try:
-            cut = Cut(splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)]), (sizes[0], sizes[-1]))
-            found = trial.difference(cut, in_single=False)
-        except Exception as error:  # noqa: BLE001 - only what a shape may cause speaks of the size
-            if not isinstance(error, _OF_SHAPES) or isinstance(error, AnyBatchError) or is_out_of_memory(error):
-                return None
-            failed = failed or in_one_line(error)
-            Failure(error).release()
-            continue
-        if failed is None:  # the step's own do not fail
-            return None
-        if found.is_none:
-            told = worded("size", "model", given=given, failed=failed, size=size, samples=sum(cut.sizes))
-            return Proof("not exact", "comparison", given, tuple(sizes_of(rows, given))), told
-    return None
 
 
 def remedies_of(reason: Reason, verb: Verb | None, *, is_of_ranks: bool = False) -> str:

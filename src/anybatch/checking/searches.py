@@ -363,7 +363,8 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     text = str(failure).splitlines()[0] if str(failure) else kind
     split = f"a split into micro-batches of {smallest} samples and more"
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
-    cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
+    is_fixed = "invalid for input of size" in text and "[-1" not in text  # which takes whole groups
+    cause = "fixed shape" if is_fixed else "squeezed" if smallest == 1 else "too few"
     return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
 
 

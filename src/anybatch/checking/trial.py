@@ -233,6 +233,12 @@ class Trial:
         moves = one.drew_torch or one.drew_others or not self._compared(cut, one, again).is_none
         return None if moves else replace(self._compared(cut, one, other), value_error=0.0)
 
+    def regrouped(self, cut: Cut, other: Cut) -> Difference | None:
+        """How far the parts of another cut of the same samples are from them at once; ``None`` where numbers differ."""
+        whole, parts = self.run(cut, cut.whole), self.run(other, other.parts)
+        draws = any(one.drew_torch or one.drew_others for one in (whole, parts))
+        return None if draws else self._compared(cut, whole, parts)
+
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
     ) -> tuple[Ran, StandIns | None]:

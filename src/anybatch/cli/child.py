@@ -158,7 +158,7 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         found = call()
         facts = answer(found.call, question)
         if question["verb"] == "check":
-            return facts
+            return _with_others(facts, found)
         if facts.get("refusal") and (counted := found.counted(facts["refusal"])) is not None:
             still, unproved = _proved(Plan.from_dict(facts["plan"]), counted, question)
             facts |= {"refusal": facts["refusal"] if still else "", "unproved": unproved}
@@ -182,6 +182,22 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
     options = {name: value for name, value in call.options.items() if name in _CHECKED_OPTIONS}
     certificate = check(call.model, call.loss_fn, call.batch, **options)
     return {"status": "checked", "certificate": certificate.to_dict()}
+
+
+def _with_others(facts: dict[str, Any], found: FoundStep) -> dict[str, Any]:
+    """A certificate that says which losses of the loop it is not of."""
+    from anybatch.records.certificates import Reason
+
+    if lines := found.other_backwards:
+        told = Reason(
+            "other-losses", "loss",
+            f"Only the loss that goes back at {found.at} was checked. The loop calls backward() for other losses, too "
+            f"(lines {', '.join(map(str, lines))}), which may couple samples where this one does not.",
+            ('return {"first": first, "second": second}  # in one loss function, where they are of the same update',),
+            {"lines": lines},
+        )  # fmt: skip
+        facts["certificate"]["notes"] = [*facts["certificate"]["notes"], told.to_dict()]
+    return facts
 
 
 def _or_whole(call: interception.Call, question: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

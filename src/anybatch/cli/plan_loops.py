@@ -189,6 +189,16 @@ class FoundStep:
                 "and change the value after the backward"
             )
 
+    @property
+    def at(self) -> str:
+        """Where the loop goes back."""
+        return f"{self._step.source.path}:{self._step.back.lineno}"
+
+    @property
+    def other_backwards(self) -> list[int]:
+        """The lines in which the loop goes back for other losses, of which the call has none."""
+        return self._step.other_backwards
+
     def counted(self, refusal: str) -> Call | None:
         """The call with the ``count=`` that a refusal proposes, which the lines to change then have, too."""
         proposed = _COUNT.search(refusal)
@@ -273,8 +283,7 @@ class FoundStep:
             except StepUnclear as error:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
-        at = f"{self._step.source.path}:{self._step.back.lineno}"
-        found = {"found": at, "batch": self._step.batch_text, "other_backwards": self._step.other_backwards}
+        found = {"found": self.at, "batch": self._step.batch_text, "other_backwards": self.other_backwards}
         return facts | changed | found | {"trouble": self._trouble}
 
 

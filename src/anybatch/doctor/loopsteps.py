@@ -27,6 +27,12 @@ class StepUnclear(AnyBatchError):
     """The step can't be separated from its loop; the text says why, and what to do."""
 
 
+def branches_of(source: UserSource, node: ast.AST) -> dict[ast.AST, bool]:
+    """The ``if`` statements around a node, and whether it is in their ``else``."""
+    inner = [node, *source.ancestors(node)]
+    return {outer: inside in outer.orelse for inside, outer in itertools.pairwise(inner) if isinstance(outer, ast.If)}
+
+
 @dataclass(slots=True)
 class LoopStep:
     """The part of a loop that handles one batch, up to its backward."""
@@ -48,9 +54,12 @@ class LoopStep:
 
     @property
     def other_backwards(self) -> list[int]:
-        """The lines of the loop that call ``backward`` for other losses."""
-        found = [] if not self.loops else self.source.calls(self.loops[0], "backward")
-        return [one.lineno for one in found if self.source.around(one) is not self.back]
+        """The lines of the loop, or of the function, that call ``backward`` for other losses."""
+        source, own = self.source, branches_of(self.source, self.back)
+        found = source.calls(self.loops[0] if self.loops else source.scope(self.back), "backward")
+        found = [one for one in found if source.around(one) is not self.back]
+        others = [(one.lineno, branches_of(source, one)) for one in found]
+        return [line for line, branches in others if all(branches.get(one, way) == way for one, way in own.items())]
 
     @property
     def model(self) -> torch.nn.Module:

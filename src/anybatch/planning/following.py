@@ -26,7 +26,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.units import format_bytes
-from anybatch.update.passes import is_of_split
+from anybatch.update.passes import is_of_split, written_out
 from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class Follower(OwnSizeLimit):
                 self.obstacle = BatchError(
                     f"{type(subject.model).__name__} can't run some samples of this batch alone, as it is cut "
                     f"({type(error).__name__}: {error}); anybatch.check(model, loss_fn, batch) tries which leaf is not "
-                    "to be cut (broadcast=, layout=)"
+                    f"to be cut (broadcast=, layout=){written_out(error, subject.splittable)}"
                 )
                 raise NotSplittable(str(self.obstacle)) from error
             raise

@@ -162,7 +162,7 @@ class Tracer:
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
         failure: Failure | None = None
-        device = self._subject.settings.device
+        device, fakes = self._subject.settings.device, None
         try:
             for _ in range(_TRACES):
                 fakes = Fakes()
@@ -178,7 +178,7 @@ class Tracer:
             failure, why = Failure(error), _first_line(error)
         if failure is not None:
             failure.release()  # outside of the except block, where no traceback holds tensors any more
-            _, self._left = clear_away(fakes, device)
+            self._left = [] if fakes is None else clear_away(fakes, device)[1]
             self._give_up(why)
         if self._left and self._may_probe:
             self._give_up(f"it keeps tensors of the trace: {self._left[0]}")

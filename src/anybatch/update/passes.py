@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved, to_device
+from anybatch.batch.windowing import note_the_batches
 from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, InPieces, LossFunction, Place, as_coupled, as_over_time
@@ -275,9 +277,8 @@ def run_pass(
             each = begin.each(task.there(batches()))
             try:
                 accumulation.collect(chain(each, _padding(task, parts)) if reducer.keeps_step else each)
-            except (RuntimeError, ValueError, IndexError) as error:
-                if len(parts) > 1:
-                    note_the_split(error, task.splittable, progress())
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+                note_the_batch(error, task.splittable, progress() if len(parts) > 1 else "")
                 raise
             sums = accumulation.close()
     if task.splittable.obstacle is not None:
@@ -291,9 +292,20 @@ def is_of_split(error: Exception, splittable: Splittable) -> bool:
     return is_cut and not isinstance(error, AnyBatchError) and not is_out_of_memory(error)
 
 
-def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
-    """Notes on an error of the user's code that it was not given the whole batch, which may be why."""
-    if not is_of_split(error, splittable):
+def written_out(error: Exception, splittable: Splittable) -> str:
+    """That a size which an error speaks of may be the whole batch's, written out; empty if it speaks of none."""
+    rows = splittable.rows
+    if rows < 2 or re.search(rf"(?<!\d){rows}(?!\d)", str(error)) is None:
+        return ""
+    return f". {rows} is the number of its samples: where that is written out, as in view({rows}, -1), take x.size(0)"
+
+
+def note_the_batch(error: Exception, splittable: Splittable, what: str) -> None:
+    """Notes on an error of the user's code that it was given several batches, or not the whole batch, where it was."""
+    if len(splittable.batches) == 1 and splittable.collate is None:
+        note_the_batches(error, splittable.batches[0])
+    is_of_shape = isinstance(error, (RuntimeError, ValueError, IndexError))
+    if not what or not is_of_shape or not is_of_split(error, splittable):
         return
     cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in splittable.outline().leaves if leaf.dim is not None)
     which = f" ({cut})" if cut else ""
@@ -301,7 +313,7 @@ def note_the_split(error: Exception, splittable: Splittable, what: str) -> None:
         f"this came of {what}: the {splittable.rows} samples of the batch{which} were cut. If it does not come of the "
         "whole batch, without micro_batch_size and memory: pass broadcast= or layout= for a leaf that does not have "
         "its samples in dimension 0, and let the model take any number of samples; anybatch.check(model, loss_fn, "
-        "batch) tries each leaf"
+        f"batch) tries each leaf{written_out(error, splittable)}"
     )
 
 

@@ -137,7 +137,7 @@ BATCHES: dict[str, Case] = {
     "None": of_batch(None, "a NoneType", "no tensor with rows"),
     "an int": of_batch(3, "a int", "no tensor with rows"),
     "a tensor without dimensions": of_batch(torch.tensor(3.0), "a Tensor", "no tensor with rows"),
-    "an iterator": of_batch(iter([batch_of()]), "list_iterator", "no tensor with rows"),
+    "an iterator": of_batch(iter([batch_of()]), "list_iterator", "iterate over it", "windows(loader, batches=8)"),
     "numbers only": of_batch({"a": 1, "b": 2.0}, "a dict", "no tensor with rows"),
     "an unknown object": of_batch(
         batch_of(o=OTHER), "batch['o']", "Noisy", "register_pytree_node", "('o',)", where="batch['o']",

@@ -194,6 +194,20 @@ def test_a_loop_without_anybatch_is_checked_at_its_first_update_in_every_format(
     assert "not exact" not in alone.stderr
 
 
+TWO = PLAIN.replace("torch.nn.BatchNorm1d(5)", "torch.nn.ReLU()").replace(
+    "    loss.backward()\n", "    loss.backward()\n    torch.pdist(model(x)).mean().backward()\n"
+)
+
+
+def test_a_loss_that_goes_back_beside_the_one_that_is_checked_is_noted(folder: Path) -> None:
+    (folder / "plain.py").write_text(TWO, encoding="utf-8")
+    done = anybatch(folder, "check", "--fail-on", "note", "plain.py")
+    assert done.returncode == 1, done.stderr
+    note = " ".join(done.stdout.split())
+    assert "note: other-losses, in loss: Only the loss that goes back at" in note
+    assert "plain.py:9 was checked. The loop calls backward() for other losses, too (lines 10)" in note
+
+
 def test_a_format_that_there_is_not_is_refused(folder: Path) -> None:
     train = str(folder / "scripts" / "train.py")
     done = CliRunner().invoke(main, ["check", "--format", "html", train])

@@ -392,3 +392,34 @@ def test_chunks_that_are_refused_have_no_plan_of_the_whole_batch() -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the step can't be split as planned: in micro-batches the gradient" in done.stderr
     assert "plan of the whole batch" not in done.stdout
+
+
+FUNCTION = """
+def train(x, y):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    model(x).abs().mean().backward()
+    optimizer.step()
+
+train(*next(iter(loader)))
+"""
+BRANCHES = """
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    if scaler is None:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
+    if True:
+        model(x).abs().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_other_losses_are_those_of_the_function_and_not_of_another_branch() -> None:
+    lines = (HEAD + FUNCTION).splitlines()
+    assert found(FUNCTION).other_backwards == [lines.index("    model(x).abs().mean().backward()") + 1]
+    text = "scaler = None" + BRANCHES
+    lines = (HEAD + text).splitlines()
+    assert found(text).other_backwards == [lines.index("        model(x).abs().mean().backward()") + 1]

@@ -167,6 +167,39 @@ def test_a_loader_is_to_be_iterated_over() -> None:
         step(loader)
 
 
+def only_x(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch["x"]).square().mean()
+    return loss
+
+
+BATCHES = [{"x": torch.randn(rows, 3), "y": torch.zeros(rows)} for rows in (4, 4, 2)]
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+@pytest.mark.parametrize("given", [lambda: iter(BATCHES), lambda: (one for one in BATCHES)])
+def test_what_can_be_gone_through_once_is_to_be_iterated_over(given: Any, memory: str | None) -> None:
+    model = nn.Linear(3, 1)
+    step = anybatch.TrainStep(model, only_x, torch.optim.SGD(model.parameters(), 0.1), memory=memory)
+    with pytest.raises(BatchError, match=r"is a (list_iterator|generator); iterate over it, as in: .*batches=8\)"):
+        step(given())
+
+
+@pytest.mark.parametrize(("kind", "size"), [(list, None), (list, 2), (tuple, None)])
+def test_batches_that_are_given_as_one_are_noted_where_the_loss_fails(kind: type, size: int | None) -> None:
+    with pytest.raises(TypeError) as caught:
+        anybatch.backward(nn.Linear(3, 1), only_x, kind(BATCHES), micro_batch_size=size)
+    (note,) = caught.value.__notes__
+    assert f"the batch is a {kind.__name__} of 3, the first of 4 rows, as of batches of a loader" in note
+    assert "for window in anybatch.windows(loader, batches=8): step(window)" in note
+
+
+def test_samples_of_their_own_are_not_taken_for_batches() -> None:
+    samples = [{"x": torch.randn(length), "y": 1} for length in range(2, 6)]
+    with pytest.raises(TypeError) as caught:
+        anybatch.backward(nn.Linear(3, 1), only_x, samples, micro_batch_size=2)
+    assert not any("batches of a loader" in note for note in getattr(caught.value, "__notes__", ()))
+
+
 def test_a_window_of_them_is_weighed_by_the_count() -> None:
     model, window = model_of(), graphs_in_window()
     expected = joined(model, window)

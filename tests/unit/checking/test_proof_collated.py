@@ -165,6 +165,7 @@ def mean_of_means(model: Any, batch: Any) -> Any:
     return (losses.sum(1) / (batch["y"] != -100).sum(1)).mean()
 
 
+@pytest.mark.usefixtures("constant_times")  # the smallest plan may be the fastest on a busy machine: none is smaller
 def test_a_planner_that_collates_after_memory_ran_out_looks_on_as_nobody() -> None:
     """The new mark is in samples of later micro-batches, which the planner collates between two attempts."""
     torch.manual_seed(0)

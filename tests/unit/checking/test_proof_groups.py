@@ -1,8 +1,4 @@
-"""Samples that belong together: by their places, which each batch has, or by a value, which is another in each.
-
-How this could be silently wrong: any coupling of the samples passes for one of groups where the first batch happens to
-be aligned, and the next batch is not.
-"""
+"""Losses that need some samples together: pairs, triplets, and parts that the batch is taken apart into."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,166 +6,122 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import anybatch
+import reference
+from anybatch import NotSplittable
 
-Batch = dict[str, torch.Tensor]
-Loss = Callable[[Any, Batch], Any]
-ROWS = 48
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+Loss = Callable[[Any, Any], Tensor]
 
 
-def batch_of(y: torch.Tensor, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(len(y), 6, generator=generator, dtype=torch.float64), "y": y}
+def rows_of(batch: Any) -> Tensor:
+    found: Tensor = batch if isinstance(batch, Tensor) else batch["x"] if isinstance(batch, dict) else batch[0]
+    return found
 
 
-def any_classes(seed: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(4, (rows,), generator=torch.Generator().manual_seed(seed))
+def triplets(model: Any, batch: Any) -> Tensor:
+    anchor, near, far = model(rows_of(batch)).chunk(3)
+    return F.triplet_margin_loss(anchor, near, far)
 
 
-def triplets(model: Any, batch: Batch) -> torch.Tensor:
-    anchor, positive, negative = model(batch["x"]).unflatten(0, (-1, 3)).unbind(1)
-    return F.triplet_margin_loss(anchor, positive, negative)
+def views(model: Any, batch: Any) -> Tensor:
+    one, other = model(rows_of(batch)).chunk(2)
+    return 1 - F.cosine_similarity(one, other.detach()).mean()
 
 
-def first_of_four(model: Any, batch: Batch) -> torch.Tensor:
-    scores = model(batch["x"])[:, 0].view(-1, 4)
-    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+def pairs(model: Any, batch: Any) -> Tensor:
+    out = model(rows_of(batch))
+    found: Tensor = (out[0::2] - out[1::2]).square().mean()
+    return found
 
 
-def in_groups_of_four(model: Any, batch: Batch) -> torch.Tensor:
-    reward = batch["x"][:, 0].view(-1, 4)
-    advantage = (reward - reward.mean(1, keepdim=True)) / reward.std(1, keepdim=True)
-    return -(model(batch["x"])[:, 0] * advantage.flatten()).mean()  # type: ignore[no-any-return]
+def groups(model: Any, batch: Any) -> Tensor:
+    return F.softmax(model(rows_of(batch)).sum(1).view(-1, 3), 1)[:, 0].mean()
 
 
-def to_class_means(model: Any, batch: Batch) -> torch.Tensor:
-    z = model(batch["x"])
-    _, own = batch["y"].unique(return_inverse=True)
-    means = torch.stack([z[own == one].mean(0) for one in range(int(own.max()) + 1)])
-    return (z - means[own]).square().sum(1).mean()  # type: ignore[no-any-return]
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def listwise(model: Any, batch: Batch) -> torch.Tensor:
-    scores, queries = model(batch["x"])[:, 0], batch["y"].unique()
-    chosen = [-scores[batch["y"] == one].log_softmax(0)[0] for one in queries]
-    return torch.stack(chosen).sum() / len(queries)
+def refused(loss_fn: Loss, batch: Any, size: int) -> str:
+    with pytest.raises(NotSplittable) as caught:
+        anybatch.backward(model_of(), loss_fn, batch, micro_batch_size=size)
+    return str(caught.value)
 
 
-def balanced(model: Any, batch: Batch) -> torch.Tensor:
-    y = (batch["y"] % 2).double()
-    return F.binary_cross_entropy_with_logits(model(batch["x"])[:, 0], y, pos_weight=(1 - y).sum() / y.sum())
+@pytest.mark.parametrize("kind", ["dict", "tuple", "tensor"])
+@pytest.mark.parametrize(("loss_fn", "parts"), [(triplets, 3), (views, 2)])
+@pytest.mark.parametrize("size", [2, 4, 5, 6])
+def test_a_batch_that_the_loss_takes_apart_is_given_by_its_parts(
+    loss_fn: Loss, parts: int, size: int, kind: str
+) -> None:
+    x = torch.randn(12, 4).double()
+    batch: Any = {"x": x} if kind == "dict" else (x, x.sum(1)) if kind == "tuple" else x
+    text = refused(loss_fn, batch, size)
+    assert f"takes the batch apart into {parts} parts, as chunk({parts}) does" in text
+    lines = [line.strip() for line in text.splitlines()[1:3]]
+    before, layout = lines[0].split("  # before step(batch), with layout=")
+    within = lines[1].split("  # ")[0]
+
+    def remedied(model: Any, batch: Any) -> Tensor:
+        own = {"batch": batch}
+        exec(within, {}, own)
+        return loss_fn(model, own["batch"])
+
+    model, own = model_of(), {"batch": batch}
+    loss_fn(model, batch).backward()
+    expected = reference.gradients_of(model)
+    reference.clear(model)
+    exec(before, {}, own)
+    out = anybatch.backward(model, remedied, own["batch"], micro_batch_size=2, layout=eval(layout))
+    reference.assert_float64(reference.gradients_of(model), expected)
+    assert out.micro_batches > 1
+    assert out.proof is not None
+    assert out.proof.exact
 
 
-def inverse_frequency(model: Any, batch: Batch) -> torch.Tensor:
-    counts = torch.bincount(batch["y"], minlength=4).double()
-    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses / counts[batch["y"]]).sum() / (counts > 0).sum()
+@pytest.mark.parametrize(("loss_fn", "size", "better"), [(pairs, 3, 2), (groups, 4, 3), (groups, 5, 6), (pairs, 5, 6)])
+def test_a_size_that_keeps_groups_is_found(loss_fn: Loss, size: int, better: int) -> None:
+    text = refused(loss_fn, {"x": torch.randn(12, 4).double()}, size)
+    assert f"\n    micro_batch_size={better}  # " in text
+    out = anybatch.backward(model_of(), loss_fn, {"x": torch.randn(12, 4).double()}, micro_batch_size=better)
+    assert out.proof is not None
+    assert out.proof.exact
 
 
-def counted_as_one(model: Any, batch: Batch) -> Any:
-    return anybatch.Mean(F.cross_entropy(model(batch["x"]), batch["y"]), 1)
+def test_a_size_at_which_it_makes_no_difference_by_chance_is_none() -> None:
+    def contrastive(model: Any, batch: Any) -> Tensor:
+        out = F.normalize(model(batch["x"]), dim=1)
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+    assert "micro_batch_size=" not in refused(contrastive, {"x": torch.randn(24, 4).double()}, 5).split("Instead:")[1]
 
 
-def per_positive(model: Any, batch: Batch) -> Any:
-    positives = (batch["y"] > 0).sum()
-    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return anybatch.Mean(losses.sum(), positives.clamp(min=1))
+def test_a_selection_that_is_the_same_by_chance_is_none() -> None:
+    def worst(model: Any, batch: Any) -> Tensor:
+        errors = (model(batch["x"])[:, 0] - batch["y"]).square()
+        found: Tensor = errors[errors >= errors.quantile(0.8).detach()].mean()
+        return found
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        text = refused(worst, {"x": torch.randn(20, 4).double(), "y": torch.randn(20).double()}, 4)
+        assert "chunk(" not in text
+        assert "micro_batch_size=" not in text.split("Instead:")[1]
 
 
-def over_positives(model: Any, batch: Batch) -> torch.Tensor:
-    """Counts positives, of which a part of few samples may have none, and then divides by something else."""
-    positives = (batch["y"] > 0).sum()
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum") / positives.clamp(min=1)
+def test_a_size_that_fails_is_refused_where_others_run() -> None:
+    def five_parts(model: Any, batch: Any) -> Tensor:
+        parts = model(batch["x"]).split(4)
+        return torch.stack([one.mean(0) for one in parts if len(one) == 4]).var(0, unbiased=False).log().mean()
+
+    text = refused(five_parts, {"x": torch.randn(20, 4).double()}, 3)
+    assert "A micro-batch of 3 samples fails with RuntimeError" in text
+    assert "gives another gradient than the whole batch" in text
 
 
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
-
-
-def stepped(loss_fn: Loss, batches: list[Batch], size: int) -> list[anybatch.StepResult]:
-    """Steps with a learning rate of nothing, each of which has the gradient of the whole batch."""
-    model, whole = net(), net()
-    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=size)
-    results = []
-    for batch in batches:
-        results.append(step(batch))
-        whole.zero_grad()
-        loss = loss_fn(whole, batch)
-        (loss.total / loss.count if isinstance(loss, anybatch.Mean) else loss).backward()
-        torch.testing.assert_close(gradients(model), gradients(whole), rtol=1e-10, atol=1e-12)
-    return results
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "group", "sizes"),
-    [(triplets, 3, (3, 6)), (first_of_four, 4, (4, 8)), (in_groups_of_four, 4, (4, 16))],
-)
-def test_groups_by_their_places_are_proved_once(loss_fn: Loss, group: int, sizes: tuple[int, ...]) -> None:
-    for size in sizes:
-        first, second = stepped(loss_fn, [batch_of(any_classes(one), one) for one in (0, 1)], size)
-        assert first.proof is not None
-        assert (first.proof.exact, first.proof.group, first.proof.is_of_batch) == (True, group, False)
-        assert second.proof is first.proof
-
-
-@pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("loss_fn", [to_class_means, listwise])
-def test_groups_by_a_value_are_proved_in_each_batch(loss_fn: Loss, size: int) -> None:
-    """A micro-batch may be as large as a group."""
-    first, second = stepped(loss_fn, [batch_of(torch.arange(ROWS) // 4, one) for one in (0, 1)], size)
-    assert first.proof is not None
-    assert second.proof is not None
-    assert first.proof.is_of_batch
-    assert second.proof is not first.proof
-    assert (second.proof.exact, second.proof.group) == (True, 4)
-
-
-def test_groups_that_a_later_batch_has_apart_are_stopped_there() -> None:
-    generator = torch.Generator().manual_seed(0)
-    apart = (torch.arange(ROWS) // 4)[torch.randperm(ROWS, generator=generator)]
-    with pytest.raises(anybatch.NotSplittable):
-        stepped(to_class_means, [batch_of(torch.arange(ROWS) // 4), batch_of(apart, 1)], 8)
-
-
-def test_groups_of_other_sizes_in_a_later_batch_are_stopped_there() -> None:
-    unlike = torch.arange(12).repeat_interleave(torch.tensor([3, 5, 2, 6, 4, 4, 1, 7, 3, 5, 6, 2]))
-    with pytest.raises(anybatch.NotSplittable):
-        stepped(listwise, [batch_of(torch.arange(ROWS) // 4), batch_of(unlike, 1)], 4)
-    aligned = stepped(listwise, [batch_of(torch.arange(ROWS) // 4), batch_of(unlike, 1)], 8)
-    assert [result.proof and result.proof.group for result in aligned] == [4, 8]
-
-
-def test_groups_that_micro_batches_of_a_later_batch_cut_are_proved_again() -> None:
-    """A last batch of another size gives micro-batches that end within a group."""
-    with pytest.raises((anybatch.NotSplittable, RuntimeError)):
-        stepped(triplets, [batch_of(any_classes(0)), batch_of(any_classes(1, 47), 1)], 6)
-
-
-@pytest.mark.parametrize("loss_fn", [balanced, inverse_frequency, counted_as_one])
-def test_a_batch_that_is_balanced_by_chance_is_not_of_groups(loss_fn: Loss) -> None:
-    with pytest.raises(anybatch.NotSplittable):
-        stepped(loss_fn, [batch_of(torch.arange(ROWS) % 4)], 8)
-
-
-def test_a_normaliser_with_a_least_value_is_not_of_groups() -> None:
-    """Groups of four of the first batch have a positive each; eight samples of the next one have none."""
-    first, second = any_classes(1), any_classes(2)
-    second[16:24] = 0
-    with pytest.raises(anybatch.NotSplittable):
-        stepped(per_positive, [batch_of(first), batch_of(second, 1)], 8)
-
-
-def test_what_makes_no_difference_within_a_group_is_no_group() -> None:
-    """Each micro-batch of eight has a positive, and so has each group of eight that can be made of this batch."""
-    batch = batch_of(any_classes(3).clamp(max=1))
-    batch["y"][batch["y"].argsort(stable=True)[:6]] = 1
-    assert 0 < int((batch["y"] == 0).sum()) < 8
-    with pytest.raises(anybatch.NotSplittable):
-        anybatch.backward(net(), over_positives, batch, micro_batch_size=8, count=lambda batch: (batch["y"] > 0).sum())
+def test_check_does_not_take_whole_groups_for_a_fixed_batch_size() -> None:
+    certificate = anybatch.check(model_of(), groups, {"x": torch.randn(12, 4).double()}, micro_batch_size=4)
+    assert "x.view(x.size(0), -1)" not in str(certificate)

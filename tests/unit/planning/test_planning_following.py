@@ -183,6 +183,7 @@ def test_a_resumed_run_of_raw_samples_stays_under_the_budget() -> None:
     assert peak_of_call(again, long) <= budget
 
 
+@pytest.mark.usefixtures("constant_times")
 def test_what_the_allocator_reserves_makes_the_plan_smaller_for_good() -> None:
     """The arithmetic of the confirming steps; the steps themselves need CUDA."""
     model = Net()
@@ -192,8 +193,8 @@ def test_what_the_allocator_reserves_makes_the_plan_smaller_for_good() -> None:
     follower, first = step._follower, plan_of(step)
     assert isinstance(follower, Follower)
     follower.prepare(Splittable([batch]), lambda: None)
-    # By 1.1: which plan is the fastest is measured, and the smallest of those that may win is not far
-    # from what the optimizer's step needs.
+    # By 1.1: the smallest plan is not far from what the optimizer's step needs. On a busy machine, where times are
+    # measured, it may win itself, and none is smaller.
     follower._learn(int(1.1 * first.peak_bytes), budget=first.peak_bytes)
     assert plan_of(step).peak_bytes <= first.peak_bytes / 1.1
     assert follower.is_on_first_plan, "a quiet while would bring the larger plan back"

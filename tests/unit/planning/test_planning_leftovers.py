@@ -214,3 +214,13 @@ def test_reference_cycles_are_no_leftovers() -> None:
         return cycle[0].square().mean()
 
     assert planned(loss_fn).confidence == "predicted"
+
+
+def test_where_no_fake_tensors_can_be_made_the_step_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise RuntimeError("no fake tensors here")
+
+    monkeypatch.setattr("anybatch.planning.memorytrace.Fakes", refused)
+    found = planned(lambda model, batch: model(batch).square().mean())
+    assert found.micro_batch_size == 16
+    assert found.confidence == "measured"

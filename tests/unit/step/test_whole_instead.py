@@ -200,3 +200,19 @@ def test_an_error_that_the_whole_batch_has_too_is_the_users_own() -> None:
         step(graph())
     assert raised.value.__context__ is None
     assert not hasattr(raised.value, "__notes__")
+
+
+def written_out(model: Any, batch: Any) -> torch.Tensor:
+    out = model(batch["x"].double().view(128, -1))
+    return F.mse_loss(out, batch["y"].double())
+
+
+def test_a_size_that_is_written_out_is_named() -> None:
+    """The number of all samples stands in the text of torch, in a plan as in micro-batches."""
+    model = model_of()
+    step = anybatch.TrainStep(model, written_out, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB")
+    with pytest.warns(anybatch.AnyBatchWarning, match=r"runs whole.*128 is the number of its samples.*x\.size\(0\)"):
+        assert step(BATCH).micro_batches == 1
+    with pytest.raises(RuntimeError) as failed:
+        anybatch.backward(model, written_out, BATCH, micro_batch_size=32)
+    assert "as in view(128, -1), take x.size(0)" in failed.value.__notes__[0]
