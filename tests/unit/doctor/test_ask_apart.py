@@ -121,7 +121,8 @@ def test_a_divergence_of_one_tensor_is_itself(other: bool) -> None:
 def test_a_step_that_ends_in_no_number_is_asked_with_the_first_weights() -> None:
     def loss(net: nn.Module, people: torch.Tensor, turned: bool) -> torch.Tensor:
         made = net(people)
-        return F.mse_loss(made, made) + (40 * made).exp().mean()
+        found: torch.Tensor = F.mse_loss(made, made) + (40 * made).exp().mean()
+        return found
 
     def until_it_overflows() -> None:
         net = nn.Linear(20, 8)
