@@ -34,8 +34,8 @@ from test_remedies_check import (
 follows = REGISTER.follows
 # Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
 # of another dimension by test_proof_uncut.py, of micro-batches of one size by test_proof_moves.py, of one count= of
-# several losses by test_proof_worded.py, of samples that meet in ``collate`` by test_proof_coupled_by_collate.py, and of
-# those that a loss keeps together by test_proof_groups.py.
+# several losses by test_proof_worded.py, of samples that meet in ``collate`` by test_proof_coupled_by_collate.py, and
+# of those that a loss keeps together by test_proof_groups.py.
 IN_PROOFS = {
     "unexplained",
     "in parts",
