@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.journal import Counter, Journal
 from anybatch.doctor.recording.recordings import Recording, Sampling
 from anybatch.doctor.samples.losscalls import Calls, CurrentRoot
 

@@ -20,8 +20,7 @@ from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
 from anybatch.doctor.recording.hooks_optimizers import ClippingHooks, OptimizerHooks, ScalingHooks
 from anybatch.doctor.recording.hooks_schedules import LoaderHooks, LoadingHooks, ScheduleHooks
-from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.journal import Counter, Journal
 from anybatch.doctor.recording.printing import PrintedNumbers
 from anybatch.doctor.recording.recordings import EVERY, FIRST, Recording, Sampling
 from anybatch.doctor.recording.samplers import Samplers

@@ -8,7 +8,6 @@ everything gathered.
 """
 
 import contextlib
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,9 +31,6 @@ from anybatch.tensors.modules import modules_of
 from anybatch.tensors.precision import ACCUMULATED_AFTER, LOW_PRECISION
 from anybatch.tensors.shards import is_sharded, local_of
 from anybatch.torch_private import end_of_pass, keeps_gathered, switches_of, when_backward_ends
-
-logger = logging.getLogger(__name__)
-
 
 _PAIRS: "weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]"
 _PAIRS = weakref.WeakKeyDictionary()

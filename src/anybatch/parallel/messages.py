@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,6 @@ BYTES_AT_ONCE = 1024
 _HEADER = 8
 _TEXT = 2000
 _NAMES = 20
-
-Kind = Literal["fine", "out of memory", "failed"]
 
 
 class RankError(AnyBatchError, RuntimeError):

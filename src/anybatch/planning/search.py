@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +23,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
 from anybatch.records.plans import PRECISIONS, Confidence, ModuleShare, PlanRow
 from anybatch.tensors.modules import modules_of
-
-logger = logging.getLogger(__name__)
 
 _FRONT_POINTS = 6
 _CHUNKS = (8, 64)

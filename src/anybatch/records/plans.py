@@ -14,7 +14,6 @@ from anybatch.records.showing import Shown
 from anybatch.units import format_bytes, format_seconds
 
 Confidence = Literal["predicted", "measured", "estimated"]
-CONFIDENCES: tuple[Confidence, ...] = ("predicted", "measured", "estimated")
 _EARLIER = {"exact": "predicted", "bounded": "estimated", "unknown": "estimated"}  # words in plans of earlier versions
 PRECISIONS = ("", "bfloat16", "float16")
 VERSION = 1

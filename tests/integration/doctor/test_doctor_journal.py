@@ -13,8 +13,7 @@ import torch
 
 import forked_python
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.journal import Counter, Journal
 from anybatch.records.events import Backward, Ended, Forward, Stepped, Warned
 from anybatch.records.runs import load_run
 from anybatch.records.tables import Started

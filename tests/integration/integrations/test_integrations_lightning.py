@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("constant_times")
 def test_the_gradient_is_that_of_the_whole_batch(case: str) -> None:
     exact, options = CASES[case]
     module, rows = Tagger(), data()

@@ -264,6 +264,7 @@ def test_many_small_and_some_large_parameters_are_all_seen() -> None:
     assert_measures(measured(copy.deepcopy(model), plain, batch), truth(model, plain, batch, [8, 8, 6], rows_of))
 
 
+@pytest.mark.usefixtures("constant_times")
 def test_batches_that_are_one_micro_batch_are_told_once_and_the_remedy_measures() -> None:
     model = Network()
     step = anybatch.TrainStep(model, plain, torch.optim.SGD(model.parameters(), lr=0.01), memory="64MiB")
@@ -301,6 +302,7 @@ def halved(model: nn.Module, loss_fn: Loss, batch: Any, every: int, **options: A
     return noise, [step(batch).micro_batches for _ in range(9)]
 
 
+@pytest.mark.usefixtures("constant_times")
 def test_a_batch_that_memory_leaves_whole_is_measured_as_two_halves_and_the_others_stay_whole() -> None:
     torch.manual_seed(0)
     model, batch = nn.Linear(6, 3).double(), rows_of_numbers(22)

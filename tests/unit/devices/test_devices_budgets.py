@@ -111,6 +111,7 @@ def test_gradients_that_are_summed_count() -> None:
     assert subject_of(model, None).summed_bytes(list(model.parameters())) == 0
 
 
+@pytest.mark.usefixtures("constant_times")
 def test_batchnorm_is_refused_as_in_any_split() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
 

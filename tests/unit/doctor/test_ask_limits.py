@@ -97,6 +97,7 @@ def test_a_step_that_takes_long_is_trained_with_fewer_rows(monkeypatch: pytest.M
     tape.loss((net(x).view(48, 2) - 1).pow(2).mean())
     tape.stop()
     tape.rows = 16
+    monkeypatch.setattr(asked_steps, "_SHORT", 1e6)
     assert Step(tape, 0, nothing, nothing, {}, math.inf).fewer == (None, None)
     monkeypatch.setattr(asked_steps, "_SHORT", 1e-12)
     change, number = Step(tape, 0, nothing, nothing, {}, math.inf).fewer

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask.asking import run_probes
+from anybatch.doctor.ask.steps import Question
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
@@ -26,23 +27,20 @@ def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(train: Callable[[], None], probe: str) -> list[Probed]:
-    """The answers to a question after a training, without those to the others that train for a while."""
+    """The answers to a question after a training; of those about steps, and of labels, no other is asked."""
     torch.manual_seed(0)
     with Doctor() as doctor:
         train()
     assert doctor.failure == ""
+    every, names = Question.answers, (probe, probe.removesuffix(" inputs"))  # "related inputs" is answered by "related"
     with pytest.MonkeyPatch.context() as patch:
-        for name, place in TRAINING.items():
-            if probe not in (name, f"{name} inputs"):  # "related inputs" is answered by the same one
-                patch.setattr(place, unasked)
+        patch.setattr(Question, "answers", lambda self, step: every(self, step) if self.name in names else iter(()))
+        if probe != "labels":
+            patch.setattr(TRAINING[-1], unasked)
         return [one for one in run_probes(doctor) if one.probe == probe]
 
 
-TRAINING = {
-    "rate": "anybatch.doctor.ask.fitting.other_rate",
-    "related": "anybatch.doctor.ask.relating.related",
-    "labels": "anybatch.doctor.ask.training.unrelated",
-}
+TRAINING = [f"anybatch.doctor.ask.{one}" for one in ("fitting.other_rate", "relating.related", "training.unrelated")]
 
 
 def unasked(*_: Any) -> Probed:

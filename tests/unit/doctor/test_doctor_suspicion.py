@@ -223,12 +223,12 @@ def test_errors_of_the_script_pass_and_the_mode_is_left() -> None:
     suspicion = Suspicion(numbering)
     suspicion.after_step([], [0])
     suspicion.after_step([], [0])
-    assert suspicion.following
+    assert suspicion.is_busy
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(2, 3))
     assert torch.nonzero(torch.ones(2)).shape == (2, 1)
     suspicion.stop()
-    assert not suspicion.following
+    assert not suspicion.is_busy
     assert _get_current_function_mode_stack() == []
 
 

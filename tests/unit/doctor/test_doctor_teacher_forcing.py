@@ -77,7 +77,7 @@ def found(
             F.cross_entropy(scores.reshape(-1, SYMBOLS), targets.reshape(-1)).backward()
             adam.step()
         with pytest.MonkeyPatch.context() as patch:
-            for place in TRAINING.values():
+            for place in TRAINING:
                 patch.setattr(place, unasked)
             for one in run_probes(doctor):
                 doctor.emit(one)

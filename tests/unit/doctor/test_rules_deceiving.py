@@ -58,7 +58,7 @@ def of(script: Callable[[], None], *, ask: bool = False) -> Run:
         script()
     assert doctor.failure == ""
     with pytest.MonkeyPatch.context() as patch:
-        for place in TRAINING.values():
+        for place in TRAINING:
             patch.setattr(place, unasked)
         for answer in run_probes(doctor) if ask else ():
             doctor.emit(answer)

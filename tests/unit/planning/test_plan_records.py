@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anybatch.errors import PlanMismatch
 from anybatch.records.memory import CATEGORIES, Memory
-from anybatch.records.plans import CONFIDENCES, VERSION, ModuleShare, Plan, PlanRow
+from anybatch.records.plans import VERSION, Confidence, ModuleShare, Plan, PlanRow
 from plan_samples import PLAN
 
 NAMES = st.text(min_size=1, max_size=12)
@@ -37,7 +37,7 @@ ROWS = st.builds(
     autocast=st.sampled_from(["", "bfloat16", "float16"]),
     peak_bytes=BYTES,
     seconds=SECONDS,
-    confidence=st.sampled_from(CONFIDENCES),
+    confidence=st.sampled_from(get_args(Confidence)),
 )
 PLANS = st.builds(
     Plan,

@@ -1,6 +1,6 @@
 """Budgets and devices in every form that a user may write, and what is refused."""
 
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -12,7 +12,7 @@ from anybatch.errors import BatchError
 from anybatch.options import check_plan
 from anybatch.planning import devices
 from anybatch.planning.devices import Target, budget_of, margin_of, segments_expand, target_of
-from anybatch.records.plans import CONFIDENCES, Confidence
+from anybatch.records.plans import Confidence
 from anybatch.units import format_bytes, parse_bytes
 
 CPU = torch.device("cpu")
@@ -153,9 +153,9 @@ def test_what_is_kept_free_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("of the budget is kept free") == 1
 
 
-@pytest.mark.parametrize("confidence", CONFIDENCES)
+@pytest.mark.parametrize("confidence", get_args(Confidence))
 def test_less_is_kept_free_the_more_is_known(confidence: Confidence) -> None:
-    worst = CONFIDENCES[-1]
+    worst = get_args(Confidence)[-1]
     for target in (HERE, CARD):
         assert 0 <= margin_of(target, "predicted") <= margin_of(target, confidence) <= margin_of(target, worst) < 0.5
         assert margin_of(target, confidence, expandable=True) <= margin_of(target, confidence)

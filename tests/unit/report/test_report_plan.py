@@ -3,12 +3,13 @@
 import itertools
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.records.plans import CONFIDENCES, ModuleShare, Plan, PlanRow
+from anybatch.records.plans import Confidence, ModuleShare, Plan, PlanRow
 from anybatch.report import frontier
 from anybatch.report.svg import best_of
 from anybatch.report.tables import in_runs
@@ -22,7 +23,7 @@ ROWS = st.builds(
     loss_chunks=st.sampled_from([1, 4]),
     peak_bytes=st.integers(1, 100 * MIB),
     seconds=st.none() | st.floats(1e-6, 1e3),
-    confidence=st.sampled_from(CONFIDENCES),
+    confidence=st.sampled_from(get_args(Confidence)),
 )
 PLANS = st.builds(
     Plan,

@@ -163,6 +163,8 @@ def fitted_anew(tree: ast.Module) -> Iterator[tuple[str, str, str, int]]:
         >>> list(fitted_anew(ast.parse(text)))
         []
     """
+    if not any(map(_is_made, walked(tree))):
+        return
     made = {ast.unparse(one.targets[0]) for one in walked(tree) if isinstance(one, ast.Assign) and _is_made(one.value)}
     trained = dict[str, list[tuple[str, Place]]]()  # by the name of the scaler
     for one, place in sorted(_placed(tree), key=lambda pair: (pair[0].lineno, pair[0].col_offset)):
@@ -182,8 +184,8 @@ def fitted_anew(tree: ast.Module) -> Iterator[tuple[str, str, str, int]]:
                     yield name, its, text, one.lineno
 
 
-def _is_made(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and bool(_FITTED.search(ast.unparse(node.func).rpartition(".")[2]))
+def _is_made(node: ast.AST) -> bool:
+    return bool(_FITTED.search(called(node)))
 
 
 def _placed(tree: ast.Module) -> Iterator[tuple[ast.Assign | ast.Call, Place]]:
@@ -335,7 +337,7 @@ def _read(found: dict[Path, ast.Module], path: Path) -> ast.Module | None:
 
 def _imported(tree: ast.Module) -> Iterator[str]:
     """The names of modules that are imported, and of what is imported of them, which may be modules too."""
-    for one in ast.walk(tree):
+    for one in walked(tree):
         if isinstance(one, ast.Import):
             yield from (name.name for name in one.names)
         elif isinstance(one, ast.ImportFrom):
@@ -366,9 +368,10 @@ def saved_only(
         >>> list(saved_only(ast.parse(text + "\\nstart = ckpt['epoch']"), key=_OPTIMIZER, beside=_PLACE))
         ['optim']
     """
-    if any("last_epoch" in ast.unparse(tree) for tree in trees):
+    every = [one for tree in trees for one in walked(tree)]
+    saved = [one for one in every if isinstance(one, ast.Dict) and _states(one, key)]
+    if not saved or any("last_epoch" in ast.unparse(tree) for tree in trees):
         return
-    every = [one for tree in trees for one in ast.walk(tree)]
     said = Counter(one.value for one in every if isinstance(one, ast.Constant))
     taken = [one for one in every if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Load)]
     prints = [one for one in every if isinstance(one, ast.JoinedStr) or called(one) == "print"]
@@ -377,10 +380,14 @@ def saved_only(
               if called(one) == "load_state_dict" and isinstance(given, ast.Subscript)}  # fmt: skip
     read = {one.slice.value for one in taken if isinstance(one.slice, ast.Constant) and id(one) not in shown
             and ast.unparse(one.value) in loaded}  # fmt: skip
-    for one in (node for node in every if isinstance(node, ast.Dict)):
-        names = [each.value if isinstance(each, ast.Constant) else None for each in one.keys]
-        if beside is not None and not any(isinstance(each, str) and beside.search(each) for each in read & {*names}):
-            continue
-        for name, value in zip(names, one.values, strict=True):
-            if isinstance(name, str) and key.search(name) and "state_dict()" in ast.unparse(value):
-                yield from [name] if said[name] == 1 else []
+    for one in saved:
+        names = {each.value for each in one.keys if isinstance(each, ast.Constant)}
+        if beside is None or any(isinstance(each, str) and beside.search(each) for each in read & names):
+            yield from (name for name in _states(one, key) if said[name] == 1)
+
+
+def _states(node: ast.Dict, key: re.Pattern[str]) -> list[str]:
+    """Its keys of a kind, each of a state."""
+    names = [one.value if isinstance(one, ast.Constant) else None for one in node.keys]
+    return [name for name, value in zip(names, node.values, strict=True)
+            if isinstance(name, str) and key.search(name) and "state_dict()" in ast.unparse(value)]  # fmt: skip

@@ -3,13 +3,13 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from anybatch.accelerators import synchronize
-from anybatch.doctor.recording.numbering import Counter
 from anybatch.records.events import Backward, Cleared, Clipped, DropoutCall, Ended, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
@@ -23,6 +23,14 @@ _SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
 _SIZE_OF_ROW = 64
 _BATCH = 1024
 _SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Counter:
+    """Where in the run it is."""
+
+    at: int = -1  # the number of the last event
+    step: int = 0  # how many steps the optimizer that stepped most has done
 
 
 class _File:

@@ -1,5 +1,6 @@
 """What the user's code calls a thing."""
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -46,7 +47,7 @@ def _scopes(*whose: int) -> Iterator[Any]:
     for whose_it_is in whose:
         for frame in frames:
             if whose_file(frame.f_code.co_filename) == whose_it_is:
-                with _Variables(frame) as variables:
+                with _variables(frame) as variables:
                     yield variables
                     if id(frame.f_globals) not in seen:
                         seen.add(id(frame.f_globals))
@@ -73,25 +74,22 @@ def _looks_at_its_locals(code: CodeType) -> bool:
     return not _LOOKS_AT_ITS_LOCALS.isdisjoint(loaded)
 
 
-class _Variables:
+@contextlib.contextmanager
+def _variables(frame: FrameType) -> Iterator[Any]:
     """The local variables of a frame, let go of again.
 
     Before Python 3.13 a frame keeps the dictionary that ``f_locals`` made, and with it every tensor that was in it, as
     long as it runs. A frame whose code looks at its locals itself shares that dictionary, so that one is not read.
     """
-
-    def __init__(self, frame: FrameType) -> None:
-        code = frame.f_code
-        self.shared = not code.co_flags & inspect.CO_OPTIMIZED or _GIVES_PROXIES
-        hidden = not self.shared and not _LOOKS_AT_ITS_LOCALS.isdisjoint(code.co_names) and _looks_at_its_locals(code)
-        self.found: Any = {} if hidden else frame.f_locals
-
-    def __enter__(self) -> Any:
-        return self.found
-
-    def __exit__(self, *raised: object) -> None:
-        if not self.shared:
-            self.found.clear()
+    code = frame.f_code
+    shared = not code.co_flags & inspect.CO_OPTIMIZED or _GIVES_PROXIES
+    hidden = not shared and not _LOOKS_AT_ITS_LOCALS.isdisjoint(code.co_names) and _looks_at_its_locals(code)
+    found: Any = {} if hidden else frame.f_locals
+    try:
+        yield found
+    finally:
+        if not shared:
+            found.clear()
 
 
 def _names(scope: Any) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Numbers for parameters, models, optimizers and schedulers, and their tables, recorded when they are first seen."""
 
 import weakref
-from collections import Counter as Counts
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -19,14 +19,6 @@ from anybatch.userlines import user_place
 _TOLD = attrgetter(*(one.name for one in fields(ParameterFacts) if one.name not in ("at", "step")))
 _MOST_ALIVE = 64  # roots that are looked at closely
 _MOST_GONE = 256  # models of a class: further ones are not recorded, so that time and memory have a bound
-
-
-@dataclass(slots=True)
-class Counter:
-    """Where in the run it is."""
-
-    at: int = -1  # the number of the last event
-    step: int = 0  # how many steps the optimizer that stepped most has done
 
 
 @dataclass(slots=True)
@@ -84,9 +76,8 @@ class _Where:
 class Numbering:
     """Gives numbers in the order in which things are first seen; holds nothing of the user's alive."""
 
-    def __init__(self, emit: Callable[[Fact], Any], counter: Counter | None = None) -> None:
+    def __init__(self, emit: Callable[[Fact], Any]) -> None:
         self.emit = emit
-        self.counter = counter or Counter()
         self.models: list[Model] = []
         self._numbers: dict[int, int] = {}
         self._tensors: list[weakref.ref[torch.Tensor]] = []
@@ -96,7 +87,7 @@ class Numbering:
         self._where: dict[int, _Where] = {}
         self._held: dict[int, list[int]] = {}  # ids of the parameters of each root
         self._died: list[int] = []  # roots, since this was last looked at
-        self._gone = Counts[tuple[str, str]]()  # roots, by the name of their class, which may itself be gone
+        self._gone = Counter[tuple[str, str]]()  # roots, by the name of their class, which may itself be gone
         self._alive, self._several = [0], False
         self._tracked: dict[int, None] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}

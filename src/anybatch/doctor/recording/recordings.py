@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from anybatch.doctor.frames import is_interruption
-from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.numbering import Counter, Numbering
+from anybatch.doctor.recording.journal import Counter, Journal
+from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.recording.patches import Patches, hidden
 from anybatch.parallel.workers import DeviceThread
 from anybatch.records.events import ThreadsAtOnce
@@ -267,7 +267,7 @@ class Recording:
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
         self.journal, self.counter, self.sampling = journal, counter, sampling
         self.emit: Callable[[Fact], int] = journal.emit
-        self.numbering = Numbering(journal.emit, counter)  # of parameters, models, optimizers and schedulers
+        self.numbering = Numbering(journal.emit)  # of parameters, models, optimizers and schedulers
         self.patches = Patches()  # what was replaced
         self.active = self._active = True  # whether anything is recorded
         # whether this step is sampled, also for more than gradients and weights, and for what is dear on large models;

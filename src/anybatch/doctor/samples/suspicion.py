@@ -93,11 +93,6 @@ class Suspicion:
         self._steps = self._backwards = 0
 
     @property
-    def following(self) -> bool:
-        """Whether an iteration is being followed."""
-        return bool(self._why)
-
-    @property
     def is_busy(self) -> bool:
         """Whether it has to be notified of each step."""
         return bool(self._why or self._left) or self._steps < _LEAST_STEPS

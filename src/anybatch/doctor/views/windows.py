@@ -123,11 +123,6 @@ class Window:
     clears: int = 0  # how many clearings were between the first backward and the step
 
     @property
-    def first(self) -> int:
-        """The number of its first event."""
-        return self.events[0].at if self.events else (self.step.at if self.step else 0)
-
-    @property
     def borders(self) -> int:
         """How many ends of a ``DataLoader`` lie between its backwards, or behind the last one."""
         if not self.passes:
