@@ -79,7 +79,7 @@ def whole_groups(trial: Trial, split: Split, found: Found) -> Found | None:
                     break
                 samples = sum(cut.sizes)
             else:
-                if samples:
+                if samples and all(_differs(trial, cut) for cut in cuts.of_parted_groups(group=group)):
                     size = max(group, given // group * group)
                     told = worded("groups", given=given, group=group, size=size, samples=samples)
                     remedies = (*told.remedies, *reason.remedies)
@@ -98,8 +98,9 @@ def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found
             for groups in _choices(splittable.rows, parts) if splittable.rows % parts == 0 else ():
                 sizes = ((len(groups) - 1) * parts, parts)
                 whole, apart = _in_order(groups), [*_in_order(groups[:-1]), *groups[-1]]
-                shown = trial.regrouped(Cut(splittable.chosen(whole), sizes), Cut(splittable.chosen(apart), sizes))
-                if shown is None or not shown.is_none:
+                parted = Cut(splittable.chosen(whole), sizes)
+                shown = trial.regrouped(parted, Cut(splittable.chosen(apart), sizes))
+                if shown is None or not shown.is_none or not _differs(trial, parted):
                     break
                 samples = max(samples, len(whole))
             else:
@@ -109,6 +110,15 @@ def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found
                     own = Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given)))
                     return (own if found is None else found[0]), told
     return None
+
+
+def _differs(trial: Trial, cut: Cut) -> bool:
+    """Whether a cut makes a difference, which it does not where a loss treats so few samples as if each were alone."""
+    try:
+        return not trial.difference(cut, in_single=False).is_none
+    except _OF_SHAPES as error:
+        Failure(error).release()
+    return True
 
 
 def _choices(rows: int, parts: int) -> list[list[list[int]]]:

@@ -166,7 +166,15 @@ class CoupledSearch(Search):
         return []
 
     def smallest(self) -> PlanRow:
-        """The way with the least memory: mostly that of the smallest micro-batches, which keep the most of the others.
+        """The way with the least memory, which is the whole batch's where activations are few beside what is kept."""
+        found, whole = self._smallest_split(), self.splittings[0]
+        if not self.profiles.is_fake:  # it would run
+            return found
+        at_once = self.row_of(whole, len(whole.parts), _plain(whole, found.autocast))
+        return min(found, at_once, key=lambda row: row.peak_bytes)
+
+    def _smallest_split(self) -> PlanRow:
+        """The same of micro-batches: mostly that of the smallest micro-batches, which keep the most of the others.
 
         Where it is the graph of one micro-batch that takes the most, fewer of its activations take less, and so may all
         graphs at once, where these are small; else nothing does.

@@ -39,16 +39,18 @@ def test_the_engine_keeps_its_promises_there(marked: str) -> None:
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """Everything in the sources but what only documents."""
+    """What may name a type in the sources, or make a tensor, without what only documents."""
     return list(_nodes())
 
 
 def _nodes() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
-        name = path.relative_to(PACKAGE).as_posix()
-        yield from ((name, one) for one in ast.walk(tree) if not (isinstance(one, ast.Constant) and id(one) in texts))
+        texts, name = set[int](), path.relative_to(PACKAGE).as_posix()
+        for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # each before what it consists of
+            if isinstance(one, ast.Expr):
+                texts.add(id(one.value))
+            elif isinstance(one, ast.Constant | ast.Attribute | ast.Compare | ast.Call) and id(one) not in texts:
+                yield name, one
 
 
 def names_a_type(node: ast.AST) -> bool:

@@ -112,6 +112,21 @@ def test_a_selection_that_is_the_same_by_chance_is_none() -> None:
         assert "micro_batch_size=" not in text.split("Instead:")[1]
 
 
+def test_what_no_few_samples_show_is_no_group() -> None:
+    def without_outliers(model: Any, batch: Any) -> Tensor:
+        errors = (model(batch["x"])[:, 0] - batch["y"]).square()
+        kept = errors < errors.mean() + 2 * errors.std()  # all of six, whatever they are
+        found: Tensor = (errors * kept.detach()).mean()
+        return found
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(14, 4).double(), "y": torch.randn(14).double()}
+    batch["y"][0] = 9
+    text = refused(without_outliers, batch, 4)
+    assert "chunk(" not in text
+    assert "micro_batch_size=" not in text.split("Instead:")[1]
+
+
 def test_a_size_that_fails_is_refused_where_others_run() -> None:
     def five_parts(model: Any, batch: Any) -> Tensor:
         parts = model(batch["x"]).split(4)

@@ -328,3 +328,23 @@ def test_graphs_that_are_alike_are_let_go_of_one_after_the_other() -> None:
     splitting = next(one for one in search.splittings if len(one.parts) == 8)
     for keep in (0, 1, 2, 5, 8):
         assert search.row_of(splitting, keep).peak_bytes == peak_of_step(step(keep, micro_batch_size=8), batch)
+
+
+def test_the_smallest_is_the_whole_batch_where_activations_are_few() -> None:
+    """Optimizer state and weights are most of it, beside which outputs that are kept take more than graphs."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), *layers, torch.nn.Linear(128, 10)).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = {name: torch.randn(64, 32).double() for name in ("a", "b")}
+    loss_fn = anybatch.Coupled(
+        lambda model, batch: (model(batch["a"]), model(batch["b"])),
+        lambda model, out: torch.nn.functional.cross_entropy(out[0] @ out[1].T, torch.arange(len(out[0]))),
+    )
+    found = anybatch.plan(model, loss_fn, batch, optimizer, memory="4GiB")
+    assert found.smallest_bytes <= found.whole_bytes
+    with pytest.raises(anybatch.DoesNotFit) as caught:
+        anybatch.plan(model, loss_fn, batch, optimizer, memory=found.smallest_bytes - 1)
+    assert caught.value.needed == found.smallest_bytes
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=found.smallest_bytes)
+    assert peak_of_step(step, batch) <= found.smallest_bytes
