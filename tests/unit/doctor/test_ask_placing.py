@@ -93,6 +93,20 @@ def test_a_forecast_that_sees_the_next_value_is_told(net: Callable[[], nn.Module
     assert answer(lambda: series(net(), ahead), "given ahead") == expected
 
 
+def test_a_field_that_moves_round_by_one_place_is_no_series() -> None:
+    def train() -> None:
+        net = nn.Conv1d(1, 1, 5, padding=2)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            field = torch.randn(ROWS, 1, PLACES)
+            x, y = field.transpose(1, 2).clone(), field.roll(-1, 2).transpose(1, 2).clone()
+            optimizer.zero_grad()
+            F.mse_loss(net(x.transpose(1, 2)).transpose(1, 2), y).backward()
+            optimizer.step()
+
+    assert answer(train, "given ahead") == "no"
+
+
 class Words(nn.Module):
     """Says the next word of a sentence, (time, batch), by an own loop."""
 

@@ -68,7 +68,8 @@ def _one_ahead(given: torch.Tensor, target: torch.Tensor) -> int | None:
         count = given.shape[dim] - 1
         behind, ahead = one.narrow(dim, 1, count), other.narrow(dim, 0, count)
         columns = [behind] if other.shape[2] == one.shape[2] else behind[..., :_MOST_COLUMNS].split(1, 2)
-        is_series = count >= _LEAST_PLACES and bool((ahead != ahead[:1, :1]).any())
+        is_round = one.shape == other.shape and torch.equal(one.select(dim, 0), other.select(dim, -1))  # a field moves
+        is_series = count >= _LEAST_PLACES and bool((ahead != ahead[:1, :1]).any()) and not is_round
         if is_series and any(torch.equal(column, ahead) for column in columns):
             return dim
     return None
