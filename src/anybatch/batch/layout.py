@@ -154,15 +154,15 @@ def lay_out(
     found = None if placed or isinstance(placed, Placement) else _lay_out_plain(batch)
     if found is not None:
         return found
-    if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):  # of which nothing can run again
-        raise BatchError(f"the batch is a {type(batch).__name__}; iterate over it, as in: {IN_WINDOWS}")
     surveyor = _Surveyor(placed)
     try:
         found = surveyor.survey(batch)
-    except BatchError as error:
+    except BatchError:
         surveyor.check_names(batch)
-        if not may_be_whole:
-            raise
+        if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
+            error = BatchError(f"the batch is a {type(batch).__name__}; iterate over it, as in: {IN_WINDOWS}")
+        if not may_be_whole or isinstance(batch, torch.utils.data.DataLoader):
+            raise error from None
         whole = Constant(batch, "batch")
         return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)
     surveyor.check_names(batch)

@@ -31,8 +31,13 @@ class Window:
 
 
 def note_the_batches(error: Exception, batch: Any) -> None:
-    """Notes on an error of the user's code that it may have been given a list of batches as one batch."""
-    if type(batch) not in (list, tuple) or len(batch) < 2 or isinstance(error, AnyBatchError):
+    """Notes on an error of the user's code that it may have been given several batches as one: a list, an iterator."""
+    if isinstance(error, AnyBatchError):
+        return
+    if isinstance(batch, Iterator):
+        kind = type(batch).__name__
+        error.add_note(f"the batch is a {kind}, and loss_fn was given it. If it has batches: {IN_WINDOWS}")
+    if type(batch) is not list or len(batch) < 2:
         return
     try:
         rows = [lay_out(one).rows for one in batch]
@@ -40,7 +45,7 @@ def note_the_batches(error: Exception, batch: Any) -> None:
         return
     if min(rows) > 1 and all(len([*filter(rows_of, flat(one))]) > 1 for one in batch):
         error.add_note(
-            f"the batch is a {type(batch).__name__} of {len(batch)}, the first of {rows[0]} rows, as of batches of a "
+            f"the batch is a list of {len(batch)}, the first of {rows[0]} rows, as of batches of a "
             f"loader, and loss_fn was given it, or a part of it. If they are batches: {IN_WINDOWS}"
         )
 

@@ -68,17 +68,21 @@ def whole_groups(trial: Trial, split: Split, found: Found) -> Found | None:
     (proof, reason), given = found, max(len(part.samples) for part in split.parts)
     if reason is None or split.task.micro_batch_size is None or not _is_plain(split.task.splittable):
         return None
-    cuts = Cuts(split.task.splittable, split.parts)
+    cuts, rows = Cuts(split.task.splittable, split.parts), split.task.splittable.rows
     for group in range(2, min(2 * given, _SIZES) + 1):
+        if rows % group:  # the last samples are no whole group, in no size
+            continue
         samples = 0
         with tolerated():  # it may be another number
             groups = cuts.of_groups(group=group, again=_DRAWN)
             mixed = () if cuts.are_marked(group) else cuts.of_groups(group=group, mixed=True)
-            for cut in itertools.chain(groups, mixed) if given % group else ():
+            for cut in itertools.chain(groups, mixed):
                 if not trial.difference(cut, in_single=False).is_none:
                     break
                 samples = sum(cut.sizes)
             else:
+                if samples and given % group == 0:
+                    return None  # micro-batches have whole groups
                 if samples and all(_differs(trial, cut) for cut in cuts.of_parted_groups(group=group)):
                     size = max(group, given // group * group)
                     told = worded("groups", given=given, group=group, size=size, samples=samples)
@@ -107,6 +111,8 @@ def in_parts_of(trial: Trial, split: Split, found: Found | None = None) -> Found
                 if samples:
                     lines = _by_parts(splittable.batches[0], parts)
                     told = worded("parts", "loss", {"parts": parts}, parts=parts, samples=samples, **lines)
+                    if not _has_rows_alone(splittable):  # the lines are those of tensors with their rows first
+                        told = replace(told, remedies=told.remedies[1:])
                     own = Proof("not exact", "comparison", given, tuple(sizes_of(splittable.rows, given)))
                     return (own if found is None else found[0]), told
     return None
@@ -139,6 +145,14 @@ def _by_parts(batch: Any, parts: int) -> dict[str, str]:
     if isinstance(batch, (tuple, list)):
         each = "batch = tuple(leaf.{} for leaf in batch)"
     return {"before": each.format(before), "within": each.format(within), "layout": '{"*": 1}'}
+
+
+def _has_rows_alone(splittable: Splittable) -> bool:
+    """Whether a batch is a tensor, or a dict, list or tuple of tensors, all with the samples in dim 0."""
+    batch = splittable.batches[0]
+    leaves = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else [batch]
+    rows = [one.shape[:1] == (splittable.rows,) if isinstance(one, torch.Tensor) else False for one in leaves]
+    return not splittable.broadcast and all(rows)
 
 
 def _in_order(groups: Sequence[Sequence[int]]) -> list[int]:

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,6 +191,9 @@ class Tracer:
         raise NotFake
 
     def _for_real(self, run: "Run", limit: int | None, spills: bool) -> PassTrace:
+        given = self._subject.splittable
+        if given.obstacle is not None and isinstance(given.batches[0], Iterator):
+            raise given.obstacle  # a trace would take what the step is to be given
         try:
             return run.for_real(self._kind, limit, spills=spills)
         except Exception as error:

@@ -91,6 +91,28 @@ def test_a_size_that_keeps_groups_is_found(loss_fn: Loss, size: int, better: int
     assert out.proof.exact
 
 
+@pytest.mark.parametrize("rows", [18, 22])
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_batch_whose_last_samples_are_no_whole_group_gets_no_size(rows: int, size: int) -> None:
+    def without_the_rest(model: Any, batch: Any) -> Tensor:
+        out = model(rows_of(batch))
+        taken = out[: len(out) // 4 * 4].view(-1, 4, 3).square().mean(-1)
+        found: Tensor = taken.min(1).values.sum() / max(len(taken), 1)
+        return found
+
+    text = refused(without_the_rest, {"x": torch.randn(rows, 4).double()}, size)
+    assert "whole groups of 4" not in text
+    assert "whole groups of 8" not in text
+    assert "whole groups of 12" not in text
+
+
+@pytest.mark.parametrize("more", [{"margin": 5.0}, {"ids": [*range(12)]}])
+def test_lines_for_parts_are_those_of_tensors_with_their_rows_first(more: dict[str, Any]) -> None:
+    text = refused(triplets, {"x": torch.randn(12, 4).double(), **more}, 4)
+    assert "into 3 parts" in text
+    assert "unflatten" not in text
+
+
 def test_a_size_at_which_it_makes_no_difference_by_chance_is_none() -> None:
     def contrastive(model: Any, batch: Any) -> Tensor:
         out = F.normalize(model(batch["x"]), dim=1)
