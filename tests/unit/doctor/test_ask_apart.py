@@ -72,6 +72,18 @@ def test_two_domains_that_are_brought_together_are_not_labels() -> None:
     assert answer(lambda: trained(discrepancy, turned=False), "labels apart") == "no"
 
 
+@pytest.mark.parametrize("question", ["labels apart", "far positives"])
+def test_products_and_distances_of_the_data_alone_are_passed_over(question: str) -> None:
+    def loss(net: nn.Module, people: torch.Tensor, turned: bool) -> torch.Tensor:
+        made = net(people)
+        weights = (people @ people.t()).softmax(1) + people[0] @ people[1]  # a number, too
+        near = (people - people.roll(1, 0)).pow(2).sum(1) + F.pairwise_distance(people, people.roll(2, 0))
+        found: torch.Tensor = (weights @ made).square().mean() + (near * made.sum(1)).mean()
+        return found
+
+    assert answer(lambda: trained(loss, turned=False), question) == "no"
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("length", [
     F.pairwise_distance,

@@ -47,7 +47,8 @@ def _triplets(step: Step) -> Iterator[tuple[Operation, list[Slot]]]:
     """What a loss compares an anchor with: first what it brings near, then what it drives away."""
     for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
         yield operation, operation.given[:3]
-    pairs = [(one, sides) for one in step.used(*_DISTANCES, *_SIZES) if len(sides := sides_of(step, one)) == 2]
+    every = (one for one in step.used(*_DISTANCES, *_SIZES) if step.values[one.outs[0]].requires_grad)
+    pairs = [(one, sides) for one in every if len(sides := sides_of(step, one)) == 2]
     slopes = step.slopes(*[one.outs[0] for one, _ in pairs])
     toward = [
         (one, sides, slope * _DISTANCES.get(one.name, 1))
@@ -105,8 +106,9 @@ def labels_apart(step: Step) -> Iterator[Probed]:
     run = None
     for operation in step.used(*_PRODUCTS, "cdist"):
         made = [step.made_of(slot) & step.inputs for slot in operation.given]
-        count = len(step.values[operation.outs[0]])
-        if len(made) != 2 or not all(made) or step.values[operation.outs[0]].shape != (count, count):
+        result = step.values[operation.outs[0]]
+        count = result.shape[0] if result.dim() == 2 and result.requires_grad else 0
+        if not count or len(made) != 2 or not all(made) or result.shape[1] != count:
             continue
         run = run or replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))  # where no pair is right yet
         (slope,) = step.slopes(operation.outs[0], run=run)
