@@ -157,11 +157,12 @@ def lay_out(
     surveyor = _Surveyor(placed)
     try:
         found = surveyor.survey(batch)
-    except BatchError:
+    except BatchError as refusal:
         surveyor.check_names(batch)
-        if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
+        error, is_loader = refusal, isinstance(batch, torch.utils.data.DataLoader)
+        if is_loader or isinstance(batch, Iterator):
             error = BatchError(f"the batch is a {type(batch).__name__}; iterate over it, as in: {IN_WINDOWS}")
-        if not may_be_whole or isinstance(batch, torch.utils.data.DataLoader):
+        if is_loader or not may_be_whole:
             raise error from None
         whole = Constant(batch, "batch")
         return Layout(1, whole, frozenset(_devices(whole)), error, surveyor.at_most, surveyor.is_counted)
