@@ -81,7 +81,7 @@ def test_products_and_distances_of_the_data_alone_are_passed_over(question: str)
         found: torch.Tensor = (weights @ made).square().mean() + (near * made.sum(1)).mean()
         return found
 
-    assert answer(lambda: trained(loss, turned=False), question) == "no"
+    assert answer(lambda: trained(loss, turned=False), question) != "yes"
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -113,8 +113,8 @@ def test_a_table_with_as_many_rows_as_the_batch_is_no_view() -> None:
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_log_sigmoid_of_a_sum_over_all_rows(of_all: bool) -> None:
     def loss(net: nn.Module, people: torch.Tensor, turned: bool) -> torch.Tensor:
-        one, other = net(people + 0.1), net(people - 0.1)
-        scores = one * other
+        users, items = net(people + 0.1), net(people - 0.1)
+        scores = users[torch.randint(0, PEOPLE, (ROWS,))] * items[torch.randint(0, PEOPLE, (ROWS,))]
         summed = scores.sum() if turned else scores.sum(1)
         return F.softplus(-summed).mean()
 

@@ -32,6 +32,7 @@ _BEHIND = 0.3  # of a step: an average with equal shares is one step behind
 _HALFWAY = 0.5  # of the way from the first weights of a net to its last
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
 _SECONDS = 2.0  # for one forward
+_AVERAGED = re.compile(r"ema|av(era)?g|shadow|slow|teacher|momentum|swa|polyak", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -220,7 +221,9 @@ def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[s
 
 def _left(kept: Kept, run: Run, online: State, state: State) -> Probed | None:
     """A copy that never moves and alone is evaluated, with a loss that the trained net is far below."""
+    named = run.roots[state.root].variable if state.root in run.roots else ""
     is_alone = state.modes == {False} and False not in online.modes and (online.root, False) not in kept.given
+    is_alone = is_alone and bool(_AVERAGED.search(named))  # others may be what training is compared with
     lost = _still_at_first(kept, run, state, online) if is_alone and state.steps else {}
     return _of_copy("slow copy", state, online, steps=run.steps, **lost) if lost else None
 

@@ -469,7 +469,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @asks("summed early", of_rows=False)
 def summed_early(step: Step) -> Iterator[Probed]:
-    """Whether the loss is a log-sigmoid of a sum over all rows, which some that are right make flat for the others."""
+    """Whether the loss is a log-sigmoid of a sum over all rows, which some that are right make flat for the others.
+
+    Rows are what is looked up in two tables by two lists of as many entries: other sums may be over one sample.
+    """
     for operation in step.used(*_SQUASHING):
         made = operation.given[0]
         ends = all(len(one.given) == 1 for one in step.operations if operation.outs[0] in one.given)
@@ -477,5 +480,9 @@ def summed_early(step: Step) -> Iterator[Probed]:
             continue
         whole = next((one for one in step.path(made) if one.kind not in _SCALED), None)
         summed = step.values[whole.given[0]] if whole is not None and whole.kind == "sum" else None
-        if summed is not None and summed.dim() == 2 and min(summed.shape) > 1 and len(summed) >= _LEAST_SUMMED:
+        if summed is None or summed.dim() != 2 or summed.shape[1] < 2 or len(summed) < _LEAST_SUMMED:
+            continue
+        found = [one.given for one in step.used(*_LOOKING_UP) if len(one.given) == 2]
+        pairs = [given for given in found if any(step.values[one].shape == summed.shape[:1] for one in given)]
+        if len({slot for given in pairs for slot in given}) >= 2 * len(pairs) >= 4:
             yield said(operation, op=operation.name, rows=len(summed))

@@ -14,7 +14,8 @@ _PICKING = MOVING | {"__getitem__", "contiguous", "squeeze", "unsqueeze", "trans
                      "long", "float", "detach", "clone", "narrow"}  # fmt: skip
 _LEAST_PLACES = 4
 _MOST_COLUMNS = 64  # of the inputs that are compared with the targets
-_CLEARLY = 1e-3  # of the largest change
+_CLEARLY, _TIMES = 1e-2, 3.0  # of the largest change; as much as far before
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _OVER_ALL = frozenset({"batch_norm", "instance_norm", "group_norm"})
 _ROUNDED = 1e-5  # of the largest output, or of the loss
 _ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
@@ -46,8 +47,8 @@ def given_at_its_place(step: Step) -> Iterator[Probed]:
 @asks("given ahead", of_rows=False)
 def given_ahead(step: Step) -> Iterator[Probed]:
     """Whether a net that predicts the next value of a series moves with it, as one does that reads from both ends."""
-    if any(one.kind in _OVER_ALL for one in step.used()):
-        raise Unknown("what is normalized over all places moves with each of them")
+    if any(one.kind in _OVER_ALL for one in step.used()) or not any(step.used(*_RECURRENT)):
+        raise Unknown("no recurrent layer reads the series, or what it gives is normalized over all places")
     for operation in step.used(*DISTANCES):
         for made, target in _sides(step, operation):
             if target not in step.inputs or step.values[made].shape != step.leaves[target].shape:
@@ -76,15 +77,19 @@ def _one_ahead(given: torch.Tensor, target: torch.Tensor) -> int | None:
 
 
 def _moves_before(step: Step, made: Slot, source: Slot, dim: int) -> bool:
-    """Whether a change from the middle of a series on moves what is predicted for its beginning."""
+    """Whether a change at one place moves what is predicted before it, and there clearly more than far before.
+
+    A code or a scale of the whole series moves all places alike.
+    """
     leaf = step.leaves[source].detach()
-    cut = leaf.shape[dim] // 2
+    place = leaf.shape[dim] - 2
     other = leaf.clone()
-    later = other.narrow(dim, cut, leaf.shape[dim] - cut)
+    later = other.narrow(dim, place, 1)
     later += 1 + later.abs()
     run = replayed(step.tape, step.loss, lambda one: other if one is step.leaves[source] else one)
     change = (run.values[made] - step.values[made]).detach().abs()
-    return bool(change.narrow(dim, 0, cut).max() > _CLEARLY * change.max())
+    before, far = change.narrow(dim, place - 1, 1).mean(), change.narrow(dim, 0, max(1, place // 2)).mean()
+    return bool(before > _CLEARLY * change.max()) and bool(before > _TIMES * far)
 
 
 def _sides(step: Step, operation: Operation) -> Iterator[tuple[Slot, Slot]]:

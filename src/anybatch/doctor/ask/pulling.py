@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import MOVING, OF_CLASSES, Step, asks, following, replayed, said, total
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, Step, asks, following, replayed, said, total
 from anybatch.doctor.ask.tape import RANDOM, Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -50,8 +50,9 @@ def _triplets(step: Step) -> Iterator[tuple[Operation, list[Slot]]]:
     every = (one for one in step.used(*_DISTANCES, *_SIZES) if step.values[one.outs[0]].requires_grad)
     pairs = [(one, sides) for one in every if len(sides := sides_of(step, one)) == 2]
     slopes = step.slopes(*[one.outs[0] for one, _ in pairs])
+    sign = step.run.sign(step.optimizer)
     toward = [
-        (one, sides, slope * _DISTANCES.get(one.name, 1))
+        (one, sides, sign * slope * _DISTANCES.get(one.name, 1))
         for (one, sides), slope in zip(pairs, slopes, strict=True)
         if slope is not None and slope.any()
     ]
@@ -99,22 +100,24 @@ def far_pairs(step: Step) -> Iterator[Probed]:
 def labels_apart(step: Step) -> Iterator[Probed]:
     """Whether, in a matrix of all pairs of rows, a loss drives apart those of one label and brings near all others.
 
-    Without labels a row belongs to the same row of what it is compared with, if that is made of another input.
+    Without labels a row belongs to the same row of what it is compared with, if that is made of another input. Where
+    there are other labels, targets or matrices, some rows may be kept apart on purpose, as those of one domain.
     """
     if len(step.kept.tapes) > 1:
         raise Unknown("there are several optimizers, and one may work against another")
-    run = None
-    for operation in step.used(*_PRODUCTS, "cdist"):
+    run, of_pairs = None, [one for one in step.used(*_PRODUCTS, "cdist") if _is_square(step.values[one.outs[0]])]
+    if len(of_pairs) != 1:
+        raise Unknown("no matrix of all pairs of rows was seen, or several")
+    for operation in of_pairs:
         made = [step.made_of(slot) & step.inputs for slot in operation.given]
-        result = step.values[operation.outs[0]]
-        count = result.shape[0] if result.dim() == 2 and result.requires_grad else 0
-        if not count or len(made) != 2 or not all(made) or result.shape[1] != count:
+        count = len(step.values[operation.outs[0]])
+        if len(made) != 2 or not all(made):
             continue
         run = run or replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))  # where no pair is right yet
         (slope,) = step.slopes(operation.outs[0], run=run)
         if slope is None:
             continue
-        toward = slope * (1 if operation.name == "cdist" else -1)
+        toward = step.run.sign(step.optimizer) * slope * (1 if operation.name == "cdist" else -1)
         for same, by in _belonging(step, count, is_one=made[0] == made[1]):
             off = ~torch.eye(count, dtype=torch.bool, device=same.device) if by == "label" else torch.ones_like(same)
             apart, near = toward[same & off], toward[~same]
@@ -125,12 +128,16 @@ def labels_apart(step: Step) -> Iterator[Probed]:
 
 def _belonging(step: Step, count: int, *, is_one: bool) -> Iterator[tuple[torch.Tensor, str]]:
     """Which of some rows belong to which others, and by what."""
-    for slot in step.inputs:
-        label = step.leaves[slot]
-        if label.dtype == torch.int64 and label.shape == (count,) and 2 < len(label.unique()) < count:
-            yield label[:, None] == label, "label"
+    labels = [one for slot in step.inputs if (one := step.leaves[slot]).dtype == torch.int64 and one.shape == (count,)]
+    is_alone = len(labels) == 1 and not any(step.used(*DISTANCES, *OF_CLASSES))
+    if is_alone and 2 < len(labels[0].unique()) < count:
+        yield labels[0][:, None] == labels[0], "label"
     if not is_one:
         yield torch.eye(count, dtype=torch.bool, device=step.values[step.loss.slot].device), "rows"
+
+
+def _is_square(made: torch.Tensor) -> bool:
+    return made.dim() == 2 and made.shape[0] == made.shape[1] and made.requires_grad
 
 
 def _moving(toward: torch.Tensor) -> int:

@@ -93,6 +93,7 @@ def time_leak(run: Run) -> Iterator[Found]:
             cause=cause,
             since=probed,
             step=probed,
+            severity="warning" if kind == "series" else "error",
         )
 
 
