@@ -56,6 +56,59 @@ def test_two_views_are_not() -> None:
     assert answer(lambda: trained(encoder(), lambda x: (x, noisy(x))), "itself") == "no"
 
 
+def test_pairs_that_a_mask_forbids_do_not_make_views_one() -> None:
+    """Beside a score of minus a billion all others are alike."""
+    net = encoder()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            x, group = torch.randn(16, 6), torch.arange(16) % 4
+            scores = F.normalize(net(noisy(x)), dim=1) @ F.normalize(net(noisy(x)), dim=1).t() / 0.2
+            optimizer.zero_grad()
+            F.cross_entropy(scores.masked_fill(group[:, None] != group, -1e9), torch.arange(16)).backward()
+            optimizer.step()
+
+    assert answer(train, "itself") == "no"
+
+
+def test_the_largest_score_of_a_row_is_no_target_of_it() -> None:
+    """A supervised contrast whose scores are shifted before their exponential, by which nothing changes."""
+    net = encoder()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def train() -> None:
+        for _ in range(4):
+            x, labels = torch.randn(16, 6), torch.arange(16) % 4
+            both, labels = F.normalize(net(torch.cat([noisy(x), noisy(x)])), dim=1), torch.cat([labels, labels])
+            own = torch.eye(32, dtype=torch.bool)
+            scores = both @ both.t() / 0.1
+            scores = scores - scores.max(1, keepdim=True).values.detach()
+            log_likely = scores - scores.masked_fill(own, -1e9).logsumexp(1, keepdim=True)
+            like = (labels[:, None] == labels) & ~own
+            optimizer.zero_grad()
+            (-(log_likely * like).sum(1) / like.sum(1)).mean().backward()
+            optimizer.step()
+
+    assert answer(train, "related") != "no"
+
+
+def test_what_shifts_the_scores_of_all_pairs_is_no_target_of_them() -> None:
+    """Pairs of one category are made harder by a number that is added to their scores."""
+    one, other = encoder(), encoder()
+    optimizer = torch.optim.Adam([*one.parameters(), *other.parameters()], 3e-3)
+
+    def train() -> None:
+        for _ in range(60):
+            x, kinds = torch.randn(16, 6), torch.arange(16) % 4
+            same = (kinds[:, None] == kinds) & ~torch.eye(16, dtype=torch.bool)
+            optimizer.zero_grad()
+            F.cross_entropy(one(x) @ other(x).t() + 0.7 * same, torch.arange(16)).backward()
+            optimizer.step()
+
+    assert answer(train, "error preferred") != "yes"
+
+
 def test_dropout_makes_two_views_of_one() -> None:
     """As in SimCSE."""
     assert answer(lambda: trained(encoder(nn.Dropout(0.2)), lambda x: (x, x)), "itself") == "no"

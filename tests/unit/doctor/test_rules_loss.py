@@ -194,6 +194,11 @@ def test_softmax_dim_is_quiet_for_attention_contrast_and_time() -> None:
     for softmaxes in (((1, 2, 10, False),), ((0, 2, 32, False),), ((0, 2, 32, True), (1, 2, 32, True))):
         silent(walked(softmaxes=softmaxes).run(), "SOFTMAX_DIM")
     silent(walked(softmaxes=((0, 2, 7, True),)).run(), "SOFTMAX_DIM")  # a bag of 7 with one target for all
+    walk, score = Walk(softmaxes=((0, 2, 24, True),)), ModuleSample(module="", cls="Net", order=1)  # one of 24, too
+    bag = Activations(root=0, modules=(score,))
+    silent(Training(call=None, activations=False, every=lambda step: [bag, walk]).run(), "SOFTMAX_DIM")
+    rows = Activations(root=0, modules=(replace(score, shape=(24, 5)),))
+    fires(Training(call=None, activations=False, every=lambda step: [rows, walk]).run(), "SOFTMAX_DIM", "error")
     first = walked(softmaxes=((0, 2, 32, True),))
     lstm = ModuleFacts(name="lstm", cls="LSTM", kind="recurrent", options={"batch_first": False})
     first.after = (Root(root=0, variable="model", modules=(lstm,)),)

@@ -125,7 +125,7 @@ def _acts_through(step: Step, where: Meeting) -> int | None:
     """The last operation before targets are met that all parameters act through, with a result of their shape.
 
     Marks of pairs are not what their distances should be: ``far_pairs`` asks of these. Nor is what errors of rows, or
-    numbers of all pairs of rows, are multiplied with, as a mask, what these should be.
+    numbers of all pairs of rows, are multiplied with or shifted by, as by a mask, what these should be.
     """
     target, tried = step.values[where.slot], 0
     if step.rows < _LEAST_ROWS or not target.is_floating_point() or not bool((target != target[:1]).any()):
@@ -136,8 +136,9 @@ def _acts_through(step: Step, where: Meeting) -> int | None:
         if made is not None and made.requires_grad and made.shape == target.shape and tried < _MOST_MADE:
             tried += 1
             if not slots_of(step.tape, step.loss, but=[one]) & step.parameters.keys():
-                of_pairs = made.shape == (step.rows, step.rows) and bool(((target == 0) | (target == 1)).all())
-                weighed = step.operations[where.index].kind == "mul" and (of_pairs or one.name.endswith(_ERRORS))
+                of_pairs, kind = made.shape == (step.rows, step.rows), step.operations[where.index].kind
+                marks = of_pairs and kind in ("mul", "add") and len(target.unique()) == 2
+                weighed = marks or (kind == "mul" and one.name.endswith(_ERRORS))
                 return None if weighed or _is_distance(step, one) else index
     return None
 

@@ -21,6 +21,7 @@ _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance",
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
 _SIDES_OF_PAIRS = frozenset({"matmul", "mm"})
+_MASKED = -1e3  # a score that says "not this pair", beside which all others are alike
 _DIFFERS = 1e-4  # the deviation of an entry over rows
 _JOINING = frozenset({"cat", "concat", "concatenate", "stack"})  # of two views, before all are compared with all
 
@@ -161,8 +162,8 @@ def _is_of_pairs_of_one(scores: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether scores of each of some tensors with each other have as their targets those with themselves."""
     if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 4 or targets.dim() != 1:
         return False
-    own = torch.arange(len(scores), device=targets.device)
-    return bool(torch.equal(targets, own)) and close(scores, scores.t()) and float(scores.double().std()) > 0
+    own, seen = torch.arange(len(scores), device=targets.device), scores.masked_fill(scores < _MASKED, 0.0)
+    return bool(torch.equal(targets, own)) and close(seen, seen.t()) and float(seen.double().std()) > 0
 
 
 def _makers(step: Step, slot: Slot) -> Iterator[Operation]:

@@ -104,11 +104,12 @@ def related(step: Step) -> Iterator[Probed]:
     end = min(step.until, time.perf_counter() + _SECONDS)
     if not found or _collapsed(step) is not None:
         yield _of_inputs(step, end)
-    known = [(one, *both) for one in found if (both := risen(step, one, end)) is not None]
+    tried = [(one, *both) for one in found if (both := risen(step, one, end)) is not None]
+    known = [each for each in tried if not _is_only_shifted(step, *each[:2])]
     if not known:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
-    answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
+    answer = whole.answer if whole.answer == "yes" or len(tried) == len(found) else "unknown"
     if answer == "no" and any(weighs(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
     if answer == "no" and all(_adds(step, one) for one in found):
@@ -133,6 +134,12 @@ def related(step: Step) -> Iterator[Probed]:
     if answer == "no" and derived and all(_hardly_differs(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_HARDLY, **evidence)
     yield said(step.operations[where.index], answer=answer, **evidence)
+
+
+def _is_only_shifted(step: Step, where: Meeting, whole: Risen) -> bool:
+    """Whether the parameters make it, and no order changes the loss: scores less the largest of each row are such."""
+    still, met = max(abs(whole.gain), whole.spread) <= _NEXT_TO_NOTHING * abs(whole.own), step.values[where.slot]
+    return still and bool((met != met[:1]).any()) and bool(step.made_of(where.slot) & step.parameters.keys())
 
 
 def _hardly_differs(step: Step, where: Meeting) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import LEARNS_NOTHING, NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
+from anybatch.doctor.views.measures import outputs
 from anybatch.doctor.views.naming import by_line, qualified, root_variable
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import members, walked
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Evaluated, LossCall, Probed, Walk
 from anybatch.records.runs import Run, grouped
-from anybatch.records.samples import Scored
+from anybatch.records.samples import Activations, Scored
 
 _SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
 _AGREE, _CALLS = "batches must agree", 20
@@ -365,8 +366,13 @@ def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch:
     is_square = not taken or any(one.input_shape[1:] == (size,) for one in likelihoods)
     if is_square and any(other[0] != 0 and other[1] == dims and other[2] == size for other in walk.softmaxes):
         return False
-    fits = taken or not calls or any(one.target_shape[:1] == (size,) for one in calls)
+    fits = taken or any(one.target_shape[:1] == (size,) for one in calls) or not (calls or _gives_one_number(run))
     return fits and (taken or not _time_comes_first(run))
+
+
+def _gives_one_number(run: Run) -> bool:
+    """Whether what a model gives is one number, as the score of a bag of instances is, which are no samples then."""
+    return any(math.prod(output.shape) == 1 for _, output in outputs(run.of(Activations)))
 
 
 def _time_comes_first(run: Run) -> bool:
