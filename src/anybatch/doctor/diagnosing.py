@@ -57,7 +57,7 @@ def cells(run: Run) -> tuple[Cell, ...]:
         (parameter, seen[number], *_cell(parameter, seen[number], number in optimized))
         for number, parameter in run.parameters.items()
     ]
-    alike = itertools.groupby(entries, key=lambda entry: (entry[0].root, entry[0].module, *entry[2:]))
+    alike = itertools.groupby(entries, key=lambda entry: (entry[0].root, _module(run, entry[0]), *entry[2:]))
     groups = [list(members) for _, members in alike]
     return tuple(_joined(run, [(parameter, one) for parameter, one, *_ in group], *group[0][2:]) for group in groups)
 
@@ -234,7 +234,7 @@ def _steps(run: Run) -> int:
 def _out_of_sight(run: Run) -> tuple[str, ...]:
     """What to say of a training without an optimizer of torch and without a model: plain tensors, changed by hand."""
     passes = [one for one in run.of(Backward) if one.function == "backward"]
-    if run.steps or run.optimizers or run.roots or not passes:
+    if run.steps or run.optimizers or run.roots or not passes or any(run.of(Written)):
         return ()
     line = near(passes[0]).replace("(", "(the first at ", 1)
     text = (

@@ -150,6 +150,7 @@ class Written(Fact):
     """Some parameters changed before any optimizer stepped: they are updated by hand."""
 
     parameters: tuple[int, ...] = ()  # their numbers
+    kept: tuple[int, ...] = ()  # those that changed after one backward, and kept its gradient up to the next
 
 
 @fact("tied")

@@ -111,6 +111,11 @@ class Numbering:
             self._track(number)
         return number
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has a number yet."""
+        return not self.models and not self._tensors
+
     def known(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor, ``None`` if it has none yet."""
         number = self._numbers.get(id(tensor))

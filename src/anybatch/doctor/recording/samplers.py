@@ -186,6 +186,8 @@ class Samplers:
         emit, step = self._recording.emit, self._recording.counter.step
         for loss in losses[:1]:
             self.safely("kept", self.kept.backward, loss, weight)
+            if into_grad and step == 0:
+                self.safely("writes by hand", self._writes.before_backward)
             if into_grad:
                 self.safely("live graphs", self._live.add, loss, step)
             self._measure("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled)

@@ -15,10 +15,11 @@ from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, me
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Written
 
 _CALLS = 6  # of the closure, where there are fewer than three steps
 _ROUNDING = 1e-6  # relative; a mean over micro-batches is summed in another order
+_LOOKS_BY_HAND = 2  # at backwards of the first twenty
 _ENOUGH = 20  # steps of which one shows what lies between the clearing and the step
 
 
@@ -46,6 +47,26 @@ def zero_grad_missing(run: Run, *, steps: float = Limit(3, "in a row, without th
             yield _not_cleared(run, one, every_time, f"of the {of} behind it")
         else:
             yield from _closure_clears_nothing(run, one)
+    yield from _kept_by_hand(run)
+
+
+def _kept_by_hand(run: Run) -> Iterator[Found]:
+    """Updates without any optimizer that use gradients which the update before had used."""
+    looks = list(run.of(Written))
+    if run.optimizers or len(looks) < _LOOKS_BY_HAND or not all(one.kept for one in looks):
+        return
+    kept, back = frozenset(looks[-1].kept), passes(run)[0].fact
+    yield Found(
+        text=f"Updates by hand use the gradients of earlier ones again: nothing clears .grad before the next backward"
+        f"{near(back)}.",
+        fix=f"{names_of(run, kept)}.grad = None  # after the update"
+        if len(kept) == 1
+        else "p.grad = None  # of each weight p, after its update",
+        cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
+        since=back,
+        parameters=kept,
+        evidence={"kept": len(kept), "looks": len(looks)},
+    )
 
 
 def _steps_behind(one: OptimizerView, back: Pass) -> int:

@@ -1,5 +1,6 @@
 """Rules on the size of the learning rate; their codes are of the family schedule."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any
 
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.courses import adversarial
+from anybatch.doctor.views.courses import adversarial, course, passes
 from anybatch.doctor.views.measures import (
     FAR_TOO_LONG,
     HEALTHY_RATIO,
@@ -25,7 +26,9 @@ from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome, wei
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
-from anybatch.records.samples import Activations, Norms, Scored
+from anybatch.records.samples import Activations, Norms, Scored, Written
+
+_GROWING = 4  # losses in a row
 
 FEW_OF_A_RATE = 100
 """In fewer steps a rate that is low may have had no time."""
@@ -89,6 +92,25 @@ def lr_too_high(
             and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early)
         ):
             yield _hint(one, long)
+    yield from _grown_by_hand(run)
+
+
+def _grown_by_hand(run: Run) -> Iterator[Found]:
+    """A loss that grows from each update by hand to the next, without any optimizer, until it is no number."""
+    seen = course(run)
+    grown = list(itertools.takewhile(math.isfinite, seen.values))
+    if run.optimizers or not any(run.of(Written)) or len(grown) < _GROWING or len(grown) == len(seen.values):
+        return
+    if all(after > before for before, after in itertools.pairwise(grown[-_GROWING:])):
+        back = next(one for one in passes(run) if one.at >= seen.ats[0])
+        yield Found(
+            text=f"The loss grows from {grown[0]:.3g} to {grown[-1]:.3g} in {len(grown)} updates by hand: they are far "
+            "too long.",
+            fix="a tenth of the learning rate of the update; and inputs of about zero mean and unit variance",
+            cause="Each step goes so far beyond the least loss that it ends up farther away than it was.",
+            since=back,
+            evidence={"loss": grown[0], "after": grown[-1], "updates": len(grown)},
+        )
 
 
 def _nothing_learned(one: OptimizerView) -> _Harm | None:

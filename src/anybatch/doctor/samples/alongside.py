@@ -22,7 +22,7 @@ _COMPARED = 1 << 20
 _MOST_PAIRS = 100
 _MOST_WATCHED = 64  # parameters that stand for all
 _WATCHED_ENTRIES = 64  # of each
-_LOOKS = (5, 10, 20)  # backwards after which they are compared with those at the first
+_LOOKS = (5, 10, 20)  # backwards after which they are compared with those at the first, and at the one before
 
 
 class BufferSampler:
@@ -117,29 +117,52 @@ class TieSampler:
 
 
 class HandWrites:
-    """Tells which parameters have changed over the first backwards: updates that the user's code makes by hand."""
+    """Tells which parameters have changed over the first backwards: updates that the user's code makes by hand.
+
+    And whether one that changed between two backwards kept the gradient that the first of them had given it.
+    """
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
         self._count = 0
-        self._known: dict[int, torch.Tensor] = {}
+        self._first: dict[int, torch.Tensor] = {}
+        self._last: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, tuple[int, int]] = {}  # ids and versions
+        self._kept: list[int] = []
+
+    def before_backward(self) -> None:
+        """Is notified of a backward that is about to run."""
+        if self._count + 1 in _LOOKS and self._first:
+            self._kept = [number for number, seen in self._gradients.items() if seen == self._gradient(number)]
 
     def after_backward(self) -> Written | None:
-        """Is notified of a backward; ``None`` where nothing is known to have changed."""
+        """Is notified that it ran; ``None`` where nothing is known to have changed."""
         self._count += 1
+        found = None
         if self._count == 1:
             tracked = self._numbering.tracked()
             step = max(1, len(tracked) // _MOST_WATCHED)
-            self._known = {
-                number: entries.clone() for number, one in tracked[::step] if (entries := _some(one)) is not None
-            }
-        elif self._count in _LOOKS and self._known:
-            changed = [number for number, entries in self._known.items() if self._differs(number, entries)]
-            if changed or self._count == _LOOKS[-1]:
-                self._known = {}
-            if changed:
-                return Written(parameters=tuple(changed))
-        return None
+            self._first = self._entries(tracked[::step])
+        elif self._count in _LOOKS and self._first:
+            changed = tuple(number for number, entries in self._first.items() if self._differs(number, entries))
+            kept = tuple(one for one in self._kept if one in self._last and self._differs(one, self._last[one]))
+            found = Written(parameters=changed, kept=kept) if changed else None
+        if self._count == _LOOKS[-1]:
+            self._first, self._last, self._gradients, self._kept = {}, {}, {}, []
+        elif self._count + 1 in _LOOKS and self._first:
+            self._last = self._entries([one for one in self._numbering.tracked() if one[0] in self._first])
+            seen = {number: self._gradient(number) for number in self._first}
+            self._gradients = {number: one for number, one in seen.items() if one is not None}
+        return found
+
+    def _entries(self, tracked: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        return {number: entries.clone() for number, one in tracked if (entries := _some(one)) is not None}
+
+    def _gradient(self, number: int) -> tuple[int, int] | None:
+        """What tells whether it was replaced or written to."""
+        tensor = self._numbering.tensor(number)
+        gradient = None if tensor is None else tensor.grad
+        return None if gradient is None else (id(gradient), gradient._version)
 
     def _differs(self, number: int, before: torch.Tensor) -> bool:
         tensor = self._numbering.tensor(number)

@@ -131,9 +131,10 @@ class Walker:
     def _sorted(self, leaves: list[torch.Tensor], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the leaves: those that are known, and those that no root has."""
         numbering, reached, outside = self._numbering, list[int](), list[int]()
+        is_bare = numbering.is_empty  # no model and no optimizer: weights are plain tensors that are updated by hand
         tracked = {number for number, _ in numbering.tracked()} if leaves else set()
         for leaf in leaves:
-            number = numbering.known(leaf)
+            number = numbering.parameter(leaf, is_tracked=True) if is_bare else numbering.known(leaf)
             if number in tracked:
                 reached.append(number)
             number = number if number is not None else self._stranger(leaf, step)
