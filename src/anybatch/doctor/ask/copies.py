@@ -24,6 +24,7 @@ from anybatch.records.samples import Scored
 
 _ENOUGH_STEPS = 30
 _FAR_APART, _FAR_ALONE = 2.5, 20.0  # times the deviation of the training, in a batch and in one sample
+_FAR_OF_ROWS, _LEAST_ALONE = 2.5, 4  # times those of single samples, and so many in evaluation
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
 _WHOLE = 0.9999  # of a net: it was copied, and not averaged
@@ -358,6 +359,10 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         low, high = stds[0], stds[-1]
         between = max(means) - min(means)
         apart = all(one.std > far * high or one.std < low / far for one in evaluated)
+        if far == _FAR_ALONE and not apart:  # one picture is compared with single ones of the training
+            least, most = min(one.stds[0] for one in trained), max(one.stds[1] for one in trained)
+            beyond_all = [one.std > _FAR_OF_ROWS * most or one.std < least / _FAR_OF_ROWS for one in evaluated]
+            apart = least > 0 and all(beyond_all) and len({(one.mean, one.std) for one in evaluated}) >= _LEAST_ALONE
         beyond = max((far - 1) * high, 3 * between)
         shifted = all(min(abs(one.mean - mean) for mean in means) > beyond for one in evaluated)
         if low > 0 and high < 2 * low and (apart or shifted):

@@ -16,7 +16,7 @@ from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
-from anybatch.doctor.samples.inputs import mark, marks, some_of, standardised, versions_of
+from anybatch.doctor.samples.inputs import mark, marks, some_of, standardised, stds_of, versions_of
 from anybatch.doctor.samples.rows import Rows
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
@@ -64,6 +64,7 @@ class Given:
     scaled: bool = False  # whether each column of these rows has mean 0 and deviation 1, to the last digits
     known: bool = False  # whether rows of the training are among them
     symbols: bool = False  # whether they are whole numbers, as of words
+    stds: tuple[float, float] = (0.0, 0.0)  # the least and the largest deviation within a row that is a picture
 
 
 @dataclass(slots=True)
@@ -285,10 +286,8 @@ class Kept:
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
             scaled = first.is_floating_point() and _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
-            symbols = not first.is_floating_point()
-            found.append(
-                Given(float(mean), float(std), same, rows, shape, step, *user_place(4), scaled, known, symbols)
-            )
+            seen = scaled, known, not first.is_floating_point(), stds_of(first, _OF_A_PICTURE)
+            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen))
 
     @unseen
     def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:
@@ -329,6 +328,8 @@ class Kept:
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if first is not None:
             self.rows.evaluate(root, first)
+            if self._step() and len(first) == 1 and first.numel() >= _OF_A_PICTURE:
+                self._look([first], (root, False), self._step())
         if first is not None and not module.training:
             self._count(first, (root, False))
             self._last.pop(root, None)

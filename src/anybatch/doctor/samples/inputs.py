@@ -18,6 +18,7 @@ _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
 _HASHED = 1 << 12  # numbers that the hash and the figures are made of; evenly spaced beyond
 _ROWS = 64  # evenly spaced ones of more, that are compared
+_SOME_ROWS, _OF_A_ROW = 16, 512  # and numbers of each, whose deviation is taken
 _DEPTH = 4
 _LARGE_NUMBERS = 10.0  # the mean or the deviation of what is not scaled
 
@@ -196,6 +197,14 @@ def some_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
         given = given[tuple(slice(None, None, -(-size // each)) for size in given.shape)]
     flat = given.reshape(-1)
     return flat[:: across(given, flat.numel() // most)][:most]
+
+
+def stds_of(batch: torch.Tensor, least: int) -> tuple[float, float]:
+    """The least and the largest deviation within one of some rows, of so many numbers at least; else 0."""
+    if batch.dim() < 2 or batch[0].numel() < least:
+        return 0.0, 0.0
+    stds = torch.stack([some_of(row, _OF_A_ROW).float().std() for row in batch[:_SOME_ROWS]])
+    return float(stds.min()), float(stds.max())
 
 
 def versions_of(module: torch.nn.Module) -> dict[str, Any]:
