@@ -212,3 +212,38 @@ def test_one_picture_of_another_scale_in_evaluation_is_found(mode: bool) -> None
         return answer(train, "evaluated inputs")
 
     assert [predicts(scale) for scale in (255.0, 1 / 255, 1.0, 0.1)] == ["yes", "yes", "", ""]
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(0.2, "yes"), (0.6, ""), (1.5, "")])
+def test_several_single_pictures_are_compared_with_single_ones(scale: float, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.rand(16, 1, 8, 8)), torch.randint(0, 3, (16,))).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for _ in range(6):
+                net(scale * torch.rand(1, 1, 8, 8))
+
+    assert answer(train, "evaluated inputs") == expected
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(5.0, "yes"), (1.0, "")])
+def test_what_is_fine_tuned_in_evaluation_mode_is_no_evaluation(scale: float, expected: str) -> None:
+    """Its batches are those of a training, and hide what the evaluation is given."""
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        for parameters in (net.parameters(), net[3].parameters()):
+            optimizer = torch.optim.Adam(parameters)
+            for _ in range(8):
+                optimizer.zero_grad()
+                F.cross_entropy(net(torch.randn(24, 6)), torch.randint(0, 3, (24,))).backward()
+                optimizer.step()
+            net.eval()
+        with torch.no_grad():
+            net(scale * torch.randn(24, 6))
+
+    assert answer(train, "evaluated inputs") == expected

@@ -264,3 +264,16 @@ def test_bn_tiny_batch_is_quiet_on_maps_last_batches_and_frozen_norms() -> None:
     assert not findings(small([(1, 16, 8, 8)] * 4), "BN_TINY_BATCH")
     assert not findings(small([(32, 16)] * 4 + [(2, 16)]), "BN_TINY_BATCH")
     assert not findings(small([(2, 16)] * 4, training=False), "BN_TINY_BATCH")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_eval_in_training_is_quiet_where_what_is_in_evaluation_mode_gets_no_gradient_any_more(frozen: bool) -> None:
+    """A net that was trained, and stays as it is but for a new last layer."""
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight", "head.weight"), modules=MODULES)
+    built.optimizer(own)
+    for mode in [TRAIN] * 4 + [FROZEN_NORM] * 6:
+        built.forward(0, **mode)
+        built.backward(own[2:] if mode is FROZEN_NORM and frozen else own)
+        built.step()
+    assert bool(findings(built, "EVAL_IN_TRAINING")) is not frozen

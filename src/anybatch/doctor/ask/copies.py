@@ -338,6 +338,7 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((_trained_as(kept, run, root), True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
+        evaluated = [one for one in evaluated if not one.grad] or evaluated  # others may train parts of it in that mode
         alike = [one for one in trained if one.same or not (one.std or one.symbols)]
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
             value = None if any(one.std for one in alike) else alike[0].mean

@@ -32,8 +32,7 @@ _MOST_LOSSES = 64
 _MOST_NETS = 24
 _MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
-_MOST_ROWS = 64  # of an input that are compared with its first
-_SOME = 16  # rows that are looked for
+_MOST_ROWS, _SOME = 64, 16  # of an input that are compared with its first, and that are looked for
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
@@ -64,6 +63,7 @@ class Given:
     scaled: bool = False  # whether each column of these rows has mean 0 and deviation 1, to the last digits
     known: bool = False  # whether rows of the training are among them
     symbols: bool = False  # whether they are whole numbers, as of words
+    grad: bool = True  # whether autograd was enabled
     stds: tuple[float, float] = (0.0, 0.0)  # the least and the largest deviation within a row that is a picture
 
 
@@ -279,14 +279,15 @@ class Kept:
             self._count(first, key)
         is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
         is_batch = is_batch or (len(first) == 1 and first.numel() >= _OF_A_PICTURE and not key[1])
-        if len(found) < _MOST_GIVEN and first.is_cpu and is_batch and not first.is_complex():
+        grad, is_batch = torch.is_grad_enabled(), is_batch and first.is_cpu and not first.is_complex()
+        if is_batch and sum(one.grad == grad for one in found) < _MOST_GIVEN:
             std, mean = torch.std_mean(some_of(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
             scaled = first.is_floating_point() and _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
-            seen = scaled, known, not first.is_floating_point(), stds_of(first, _OF_A_PICTURE)
+            seen = scaled, known, not first.is_floating_point(), grad, stds_of(first, _OF_A_PICTURE)
             found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen))
 
     @unseen
@@ -323,13 +324,13 @@ class Kept:
         """Is shown any call without a gradient, also where nothing else is looked at."""
         if not self.on or is_transformed():
             return
-        if self._step():
-            self.sampling.sample(self._step(), module, args, kwargs)
+        if step := self._step():
+            self.sampling.sample(step, module, args, kwargs)
         first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if first is not None:
             self.rows.evaluate(root, first)
-            if self._step() and len(first) == 1 and first.numel() >= _OF_A_PICTURE:
-                self._look([first], (root, False), self._step())
+            if step and len(first) == 1 and first.numel() >= _OF_A_PICTURE:
+                self._look([first], (root, False), step)
         if first is not None and not module.training:
             self._count(first, (root, False))
             self._last.pop(root, None)

@@ -39,7 +39,7 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
             if not turned and not (drops and found[0].training and not one.training):
                 break
             tail.insert(0, one)
-        if len(tail) < steps or sum(at > tail[0].at for at in updates(run)) < steps:
+        if len(tail) < steps or sum(at > tail[0].at for at in updates(run)) < steps or _is_frozen(run, root, tail[0]):
             continue
         first, variable = tail[0], root_variable(run, root)
         held = _held(run, root, first, max((one.at for one in found if one.at < first.at), default=0))
@@ -67,6 +67,14 @@ def _functional(run: Run, root: int) -> list[str]:
     """The first functional dropout that followed the mode of a model, with its line."""
     calls = [one for one in run.of(DropoutCall) if one.root == root and one.training and one.root_training]
     return [f"F.{one.function}{near(one)}" for one in calls[:1]]
+
+
+def _is_frozen(run: Run, root: int, first: Forward) -> bool:
+    """Whether what is in evaluation mode from there on has parameters, and none of them gets a gradient any more."""
+    own = {
+        number for number, one in run.parameters.items() if one.root == root and one.module in first.evaluating
+    }  # fmt: skip
+    return bool(own) and not any(one.touched and one.touched & own for one in passes(run) if one.fact.at > first.at)
 
 
 def _held(run: Run, root: int, first: Forward, last: int) -> bool:
