@@ -95,3 +95,21 @@ def test_one_prediction_for_two_kinds_of_targets_is_told(
     apart: bool, labels: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], expected: str
 ) -> None:
     assert answer(lambda: headed(apart, labels), "one for two") == expected
+
+
+@pytest.mark.parametrize(("turns", "expected"), [(False, "yes"), (True, "no")])
+def test_a_ctc_loss_that_takes_samples_for_steps_of_time_is_told(turns: bool, expected: str) -> None:
+    torch.manual_seed(0)
+    net = nn.GRU(6, 5, batch_first=True)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            likely = F.log_softmax(net(torch.randn(12, 12, 6))[0], 2)
+            likely = likely.transpose(0, 1) if turns else likely
+            lengths, targets = torch.full((12,), 12), torch.randint(1, 5, (12, 3))
+            optimizer.zero_grad()
+            F.ctc_loss(likely, targets, lengths, torch.full((12,), 3)).backward()
+            optimizer.step()
+
+    assert answer(train, "batch before time") == expected
