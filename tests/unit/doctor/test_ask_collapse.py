@@ -1,5 +1,7 @@
 """Embeddings that have become one point for a loss of all pairs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,18 +25,21 @@ def contrast(points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores, torch.arange(len(points)).roll(len(points) // 2))
 
 
-def embedded(loss: object, shrink: float) -> None:
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def embedded(loss: Loss, shrink: float) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = torch.optim.Adam(net.parameters())
     for step in range(4):
         x, labels = torch.randn(24, 6), torch.arange(24) % 6
         optimizer.zero_grad()
-        loss(net(x), labels).backward()  # type: ignore[operator]
+        loss(net(x), labels).backward()
         optimizer.step()
         if step == 1:
             with torch.no_grad():
-                net[2].weight.mul_(shrink)
+                list(net.parameters())[2].mul_(shrink)
 
 
 @pytest.mark.parametrize(
@@ -46,5 +51,5 @@ def embedded(loss: object, shrink: float) -> None:
         (F.cross_entropy, 0.01, "no"),  # no loss of pairs
     ],
 )
-def test_embeddings_that_have_become_one_point_are_told(loss: object, shrink: float, expected: str) -> None:
+def test_embeddings_that_have_become_one_point_are_told(loss: Loss, shrink: float, expected: str) -> None:
     assert answer(lambda: embedded(loss, shrink), "one point") == expected

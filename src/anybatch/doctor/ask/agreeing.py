@@ -18,7 +18,9 @@ def targets_at_odds(step: Step) -> Iterator[Probed]:
     """Whether what a net is to give for some rows is sure of classes that are, by no more than chance, their labels."""
     for hard in step.used(*OF_CLASSES):
         labels = _labels(step, hard)
-        for soft in step.used("kl_div", "cross_entropy") if labels is not None else ():
+        if labels is None:
+            continue
+        for soft in step.used("kl_div", "cross_entropy"):
             likely = _probabilities(step, soft, labels)
             if likely is None or hard.given[0] not in step.made_of(soft.given[0]) | {soft.given[0]}:
                 continue
@@ -26,7 +28,7 @@ def targets_at_odds(step: Step) -> Iterator[Probed]:
             top, sure = likely.argmax(1), float(likely.max(1).values.mean())
             shares = [one.bincount(minlength=classes).double() / count for one in (top, labels)]
             chance = float((shares[0] * shares[1]).sum())
-            agree = float((top == labels).double().mean())
+            agree = float(top.eq(labels).double().mean())
             if agree < chance + _BY_CHANCE * (chance * (1 - chance) / count) ** 0.5 and sure > _SURE / classes:
                 yield said(soft, op=soft.name, rows=count, agree=agree, chance=chance, sure=sure)
 

@@ -324,12 +324,13 @@ def blank(step: Step) -> Iterator[Probed]:
 def batch_before_time(step: Step) -> Iterator[Probed]:
     """Whether a CTC loss takes the samples of a batch for steps of time: another sample changes one entry of dim 0."""
     call = next(iter(step.used("ctc_loss")), None)
-    scores = step.values[call.given[0]] if call is not None else torch.empty(0)
-    leaves = [step.leaves[one] for one in sorted(step.inputs & step.made_of(call.given[0]))] if call is not None else []
-    row = step.rows // 2
+    if call is None:
+        raise Unknown("no CTC loss was seen")
+    scores, row = step.values[call.given[0]], step.rows // 2
+    leaves = [step.leaves[one] for one in sorted(step.inputs & step.made_of(call.given[0]))]
     given = next((one for one in leaves if one.shape[:1] == (step.rows,) and not torch.equal(one[0], one[row])), None)
     if given is None or scores.dim() != 3:
-        raise Unknown("no CTC loss of samples in a batch was seen")
+        raise Unknown("what the CTC loss is given is not made of the samples of a batch")
     other = torch.cat([given[:row], given[:1], given[row + 1 :]])
     run = replayed(step.tape, step.loss, lambda one: other if one is given else one)
     changed = (run.values[call.given[0]] != scores).any(2)  # by time and sample, as the loss takes them

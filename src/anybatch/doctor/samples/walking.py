@@ -369,6 +369,10 @@ def _has_pairs(start: Any) -> bool:
     return False
 
 
+def _is_leaf(kind: Any) -> bool:
+    return bool(sort_of(kind)[0])
+
+
 def _is_column(node: Any, rows: int) -> bool:
     """Whether it is what a linear layer gives, one number for each row; the model may have been called again since."""
     for _ in range(_MOST_PRODUCTS):
