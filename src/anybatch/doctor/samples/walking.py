@@ -377,9 +377,7 @@ def _is_column(node: Any, rows: int) -> bool:
     """Whether it is what a linear layer gives, one number for each row; the model may have been called again since."""
     for _ in range(_MOST_PRODUCTS):
         real = [after for after in following(node) if after is not None]
-        real = [
-            after for after in real if len(real) == 1 or not sort_of(type(after))[0]
-        ]  # a bias is added to a product
+        real = [after for after in real if len(real) == 1 or not _is_leaf(type(after))]  # a bias is added to a product
         if node.name() in _LINEAR or len(real) != 1 or node.name() not in (*_BY_ENTRY, *MOVING):
             break
         node = real[0]
