@@ -9,7 +9,7 @@ import torch
 
 from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
-from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 
@@ -27,6 +27,7 @@ _BEHIND = frozenset({"batch_norm", "relu", "relu_", "leaky_relu", "gelu", "silu"
 _ATTENDING = PRODUCTS | {"einsum", "scaled_dot_product_attention"}
 _MOST_AXES = 5
 _MOST_ENDS = 4
+_CROWDED = 0.8  # of the edges of a tree, each begins or ends at a node of its own
 _LEAST_LINKED = 50  # nodes, and edges between them
 _BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
@@ -447,10 +448,19 @@ def torn_edges(step: Step) -> Iterator[Probed]:
         if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
             seen = f"are two whose features are alike (by {alike:.3g} standard errors), and those of an edge are not"
             yield said(step.loss, edges=edges.shape[1], seen=seen)
+        elif _goes_one_way(edges):
+            yield told("one-way edges", step.loss, edges=edges.shape[1], nodes=len(table))
         elif _in_order(other) and not _in_order(edges) and not torch.equal(_joined(edges), _joined(other)):
             yield said(
                 step.loss, edges=edges.shape[1], seen="make a list in the order of its nodes, and the edges do not"
             )
+
+
+def _goes_one_way(edges: torch.Tensor) -> bool:
+    """Whether each edge goes to the node of the larger number, or of the smaller one, and they are those of no tree."""
+    first, second = edges
+    crowded = [len(one.unique()) < _CROWDED * len(one) for one in (first, second)]
+    return all(crowded) and bool((first < second).all() or (first > second).all())
 
 
 def _in_order(edges: torch.Tensor) -> bool:
