@@ -9,7 +9,7 @@ import torch
 
 from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
-from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 
@@ -435,6 +435,29 @@ def _row(index: Any, shape: torch.Size) -> int | None:
 @asks("torn edges", of_rows=False)
 def torn_edges(step: Step) -> Iterator[Probed]:
     """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins in order."""
+    for edges, table in _graphs(step):
+        other = edges.reshape(-1, 2).t()
+        if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
+            seen = f"are two whose features are alike (by {alike:.3g} standard errors), and those of an edge are not"
+            yield said(step.loss, edges=edges.shape[1], seen=seen)
+        elif _in_order(other) and not _in_order(edges) and not torch.equal(_joined(edges), _joined(other)):
+            yield said(
+                step.loss, edges=edges.shape[1], seen="make a list in the order of its nodes, and the edges do not"
+            )
+
+
+@asks("one-way edges", of_rows=False)
+def one_way_edges(step: Step) -> Iterator[Probed]:
+    """Whether each edge goes to the node of the larger number, or of the smaller one, and they are those of no tree."""
+    for edges, table in _graphs(step):
+        first, second = edges
+        crowded = [len(one.unique()) < _CROWDED * len(one) for one in (first, second)]
+        if all(crowded) and bool((first < second).all() or (first > second).all()):
+            yield said(step.loss, edges=edges.shape[1], nodes=len(table))
+
+
+def _graphs(step: Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What may be the edges of a graph, and the features of its nodes."""
     given = [step.leaves[slot] for slot in sorted(step.inputs)]
     tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
     numbers = [one for one in given if one.dtype == torch.int64]
@@ -442,25 +465,8 @@ def torn_edges(step: Step) -> Iterator[Probed]:
     pairs = [one for one in numbers if one.dim() == 2 and len(one) == 2]
     pairs += [torch.stack(both) for both in ends if both[0].shape == both[1].shape]
     for edges, table in itertools.product(pairs, tables):
-        if edges.shape[1] < _LEAST_LINKED or not 0 <= int(edges.min()) <= int(edges.max()) < len(table):
-            continue
-        other = edges.reshape(-1, 2).t()
-        if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
-            seen = f"are two whose features are alike (by {alike:.3g} standard errors), and those of an edge are not"
-            yield said(step.loss, edges=edges.shape[1], seen=seen)
-        elif _goes_one_way(edges):
-            yield told("one-way edges", step.loss, edges=edges.shape[1], nodes=len(table))
-        elif _in_order(other) and not _in_order(edges) and not torch.equal(_joined(edges), _joined(other)):
-            yield said(
-                step.loss, edges=edges.shape[1], seen="make a list in the order of its nodes, and the edges do not"
-            )
-
-
-def _goes_one_way(edges: torch.Tensor) -> bool:
-    """Whether each edge goes to the node of the larger number, or of the smaller one, and they are those of no tree."""
-    first, second = edges
-    crowded = [len(one.unique()) < _CROWDED * len(one) for one in (first, second)]
-    return all(crowded) and bool((first < second).all() or (first > second).all())
+        if edges.shape[1] >= _LEAST_LINKED and 0 <= int(edges.min()) <= int(edges.max()) < len(table):
+            yield edges, table
 
 
 def _in_order(edges: torch.Tensor) -> bool:
