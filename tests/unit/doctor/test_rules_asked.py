@@ -581,3 +581,11 @@ def test_no_activation_fires_on_layers_that_fold() -> None:
 
 def test_no_activation_is_quiet_without_an_answer() -> None:
     both("layers", "NO_ACTIVATION")
+
+
+def test_sched_never_stepped_fires_and_says_at_which_rate() -> None:
+    assert "0.004 in all 48 steps" in fires(asked("unstepped", "yes").run(), "SCHED_NEVER_STEPPED", "warning").message
+
+
+def test_sched_never_stepped_is_quiet_without_an_answer() -> None:
+    both("unstepped", "SCHED_NEVER_STEPPED")
