@@ -583,9 +583,10 @@ def test_no_activation_is_quiet_without_an_answer() -> None:
     both("layers", "NO_ACTIVATION")
 
 
-def test_sched_never_stepped_fires_and_says_at_which_rate() -> None:
-    assert "0.004 in all 48 steps" in fires(asked("unstepped", "yes").run(), "SCHED_NEVER_STEPPED", "warning").message
+def test_outputs_are_one_fires_with_the_line_of_the_other_loss() -> None:
+    found = fires(asked("one for two", "yes").run(), "OUTPUTS_ARE_ONE", "warning")
+    assert "line 49" in found.message
 
 
-def test_sched_never_stepped_is_quiet_without_an_answer() -> None:
-    both("unstepped", "SCHED_NEVER_STEPPED")
+def test_outputs_are_one_is_quiet_where_they_differ() -> None:
+    both("one for two", "OUTPUTS_ARE_ONE")

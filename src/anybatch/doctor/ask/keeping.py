@@ -286,9 +286,8 @@ class Kept:
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
             scaled = first.is_floating_point() and _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
-            seen, symbols = (float(mean), float(std), same, rows, shape, step), not first.is_floating_point()
-            stds = stds_of(first, _OF_A_PICTURE)
-            found.append(Given(*seen, *user_place(4), scaled, known, symbols, grad, stds))
+            stds, seen = stds_of(first, _OF_A_PICTURE), (scaled, known, not first.is_floating_point(), grad)
+            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen, stds=stds))
 
     @unseen
     def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:
