@@ -21,6 +21,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "easiest": {"op": "topk", "inactive": 1.0, "left": 0.1},
     "resumed": {"key": "sched", "loaded": 0.01, "highest": 0.1},
     "half resumed": {"key": "optimizer"},
+    "unstepped": {"cls": "OneCycleLR", "name": "scheduler", "steps": 48, "rate": 0.004, "optimizer": 0},
     "one number": {"value": 0.0, "op": "linear"},
     "mixed derivative": {"columns": 2},
     "norm of places": {"op": "norm", "shape": [32, 1, 8, 8], "numbers": 64},

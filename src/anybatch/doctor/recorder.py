@@ -118,7 +118,7 @@ class Doctor:
         self._others = (
             scaling,
             ClippingHooks(recording, self._gradients, scaling),
-            ScheduleHooks(recording, self._optimizers),
+            ScheduleHooks(recording, self._optimizers, self.kept.schedules),
             LoaderHooks(recording, self._samplers.kept.loader),
             LoadingHooks(recording, self._optimizers),
         )
