@@ -56,7 +56,7 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
     is_sample = _rows_are_samples(run, inputs, root) or _numbers_places(first, guilty, trial, inputs)
-    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample, "square": is_square}
+    evidence |= {"dim": inputs.dim, "dim_is_batch": inputs.dim == 1 or is_sample, "equal_sizes": is_square}
     reason = _may_be_meant(trial, op, inputs, is_sample)
     if not reason and trial.gives_loss and op in _MOVING:
         reason = "a loss may compare rows with one another"
