@@ -72,7 +72,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
-    "drowning weights": {"weight": 500.0, "of": 0.998, "targets": 0.58},
+    "drowning weights": {"weight": 500.0, "loss_share": 0.998, "targets": 0.58},
     "positive weights": {"most_targets": 119, "most_weight": 1.0, "least_targets": 9, "least_weight": 0.08},
     "numbering": {"name": "Ratings.ids", "moved": 110, "shared": 120, "key": "alien", "trained": 3, "read": 17},
     "pooled channels": {"op": "max", "channels": 64, "places": 128},
