@@ -323,16 +323,21 @@ def blank(step: Step) -> Iterator[Probed]:
 
 @asks("batch before time")
 def batch_before_time(step: Step) -> Iterator[Probed]:
-    """Whether a CTC loss takes the samples of a batch for steps of time: another sample changes one entry of dim 0."""
+    """Whether a CTC loss takes the samples of a batch for steps of time.
+
+    What is given at one place of one sample changes one entry of dim 0 alone, and there several of dim 1, along which a
+    net reads then. One that reads each place by itself does not say which of them is time.
+    """
     call = next(iter(step.used("ctc_loss")), None)
     if call is None:
         raise Unknown("no CTC loss was seen")
     scores, row = step.values[call.given[0]], step.rows // 2
     leaves = [step.leaves[one] for one in sorted(step.inputs & step.made_of(call.given[0]))]
-    given = next((one for one in leaves if one.shape[:1] == (step.rows,) and not torch.equal(one[0], one[row])), None)
+    given = next((one for one in leaves if one.dim() > 1 and len(one) == step.rows and one.shape[1] > 2), None)
     if given is None or scores.dim() != 3:
         raise Unknown("what the CTC loss is given is not made of the samples of a batch")
-    other = torch.cat([given[:row], given[:1], given[row + 1 :]])
+    other, place = given.clone(), given.shape[1] // 2
+    other[row, place] = next((one[place] for one in given if bool((one[place] != given[row, place]).any())), 0)
     run = replayed(step.tape, step.loss, lambda one: other if one is given else one)
     changed = (run.values[call.given[0]] != scores).any(2)  # by time and sample, as the loss takes them
     if changed.any(1).nonzero().flatten().tolist() == [row] and int(changed.any(0).sum()) > 1:
