@@ -86,7 +86,6 @@ def plan(
 
     Raises:
         DoesNotFit: no configuration fits; the message has the bytes of the smallest and the modules that hold them.
-        NotSplittable: a ``Coupled`` loss or ``OverTime`` gives another gradient in the pieces of the plan.
         BatchError, LossError, CountError: an argument is invalid, the model is sharded or lazy, or a ``Coupled`` loss
             sees the samples of other ranks.
 
@@ -109,6 +108,7 @@ def plan(
         optimizer=optimizer, clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
     is_proved = verify != "off" and target.is_present and not any(one.is_meta for one in subject.parameters)
+    is_proved = is_proved and not isinstance(subject.loss_fn, InPieces)  # whose pieces a step proves as they are then
     return _proved(subject, target, memory, allow, verify) if is_proved else plan_of(subject, target, memory, allow)
 
 
@@ -121,7 +121,7 @@ def _proved(subject: Subject, target: Target, memory: Any, allow: Sequence[str],
     except DoesNotFit as error:
         does_not_fit, size = error, half_of(subject)
     refusal = refusal_of(subject, size, verify) if size else None
-    if refusal is not None and not isinstance(subject.loss_fn, InPieces):
+    if refusal is not None:
         subject.is_coupled = True
         try:
             return plan_of(subject, target, memory, allow)
@@ -130,8 +130,6 @@ def _proved(subject: Subject, target: Target, memory: Any, allow: Sequence[str],
             raise
     if does_not_fit is not None:
         raise does_not_fit
-    if refusal is not None:
-        raise refusal
     return cast("Plan", found)
 
 
