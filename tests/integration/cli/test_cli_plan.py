@@ -457,6 +457,15 @@ def test_where_a_split_is_refused_the_whole_batch_is_what_is_used(verb: str) -> 
     assert recomputes.endswith(f'then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))')
 
 
+@pytest.mark.parametrize(("updates", "saved"), [(True, None), (False, None), (True, "plan.json")])
+def test_the_call_that_is_printed_has_the_count_that_its_step_needs(updates: bool, saved: str | None) -> None:
+    facts = {"updates": updates, "plans_itself": False, "count": 'anybatch.count_tokens("labels", shift=1)'}
+    row = replace(PLAN.chosen, recompute=())
+    assert _use_of(replace(PLAN, chosen=row), "1MiB", None, saved, facts).endswith(
+        ', count=anybatch.count_tokens("labels", shift=1))'
+    )
+
+
 def test_one_byte_is_one_byte() -> None:
     done = run("train.py", "--memory", "1", "--", "plan")
     assert (done.returncode, "which is 1 byte; expected a unit, such as 1GiB" in " ".join(done.stderr.split())) == (
