@@ -31,7 +31,7 @@ def told(fact: Fact) -> Fact:
         return replace(fact, seconds=0.0)
     if isinstance(fact, Memory):
         return replace(fact, resident=0, graphs=0, losses=0)
-    return replace(fact, seconds=0.0, own_seconds=0.0) if isinstance(fact, Ended) else fact
+    return replace(fact, seconds=0.0, own_seconds=0.0, asked_seconds=0.0) if isinstance(fact, Ended) else fact
 
 
 def recorded(loop: Callable[[Doctor], None], path: Path | None = None) -> tuple[list[Fact], Counter[str]]:

@@ -167,7 +167,7 @@ def told(fact: Fact) -> Fact:
         return replace(fact, seconds=0.0)
     if isinstance(fact, Memory):
         return replace(fact, resident=0)
-    return replace(fact, seconds=0.0, own_seconds=0.0) if isinstance(fact, Ended) else fact
+    return replace(fact, seconds=0.0, own_seconds=0.0, asked_seconds=0.0) if isinstance(fact, Ended) else fact
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
