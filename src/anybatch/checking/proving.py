@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import logging
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 3
 _AGAIN = 8  # batches, after which a split is proved again; then after so many times as many
+_LONG = 1.0  # second, from which on the time of a proof is logged
 _LAST = 32  # operations of a loss that are compared with earlier ones
 _EACH = 64  # batches whose loss is looked at; then each 8th
 _KINDS = 64  # of losses that are told apart
@@ -280,7 +282,11 @@ class Proofs:
         task, parts = split.task, split.parts
         self._switches = self._switches or Switches()
         self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
+        began = time.perf_counter()
         found = prove(split, own.known)
+        if (seconds := time.perf_counter() - began) > _LONG:
+            which = f"batch {own.batches + 1} of its layout" if own.batches else "the first batch of its layout"
+            logger.info("a split was proved in %.1f s, at %s", seconds, which)
         if found is None:
             return task, None
         proof, reason, seen = found

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from anybatch.update.transaction import OwnSizeLimit, SizeLimit
 logger = logging.getLogger(__name__)
 
 _SMALLER = 0.85  # of a plan's peak is what the next one may take after memory ran out
+_LONG = 1.0  # second, from which on the time of a plan is logged
 _MOST = 16  # plans that are kept
 _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
 
@@ -145,7 +147,10 @@ class Follower(OwnSizeLimit):
         if self.plan is not None:
             logger.info("planning again: %s", reason)
         clear()
+        began = time.perf_counter()
         self._make(subject)
+        if (seconds := time.perf_counter() - began) > _LONG:
+            logger.info("a plan was made in %.1f s: %s", seconds, reason)
 
     def _cover(self, trained: frozenset[int], subject: Subject) -> None:
         self._covered, self._trained = trained, trained_in(subject)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch.checking import proving
+from anybatch.planning import following
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.stepmemory import timelines
 from anybatch.records.memory import ACTIVATIONS
@@ -167,3 +169,23 @@ def test_a_loss_with_transforms_of_functions_is_planned(way: str) -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("least", [0.0, 1e9])
+def test_what_takes_long_before_a_step_is_logged_in_a_line(
+    least: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (following, proving):
+        monkeypatch.setattr(module, "_LONG", least)
+    model = model_of()
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory="128KiB")
+    with caplog.at_level("INFO", "anybatch"):
+        for batch in (BATCH, BATCH, torch.cat([BATCH, BATCH])):
+            assert step(batch).micro_batches > 1
+    told = [text for text in caplog.messages if text.startswith(("a plan was made in ", "a split was proved in "))]
+    assert [text.partition(" s: ")[2] for text in told if "plan" in text] == (
+        [] if least else ["there is no plan yet", "the batch has 512 samples, the plan is for 256"]
+    )
+    assert [text.partition(", at ")[2] for text in told if "split" in text] == (
+        [] if least else ["the first batch of its layout"]
+    )
