@@ -240,3 +240,17 @@ def _moved(one: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Te
     if kind == "sign":
         return (value * factors * noise.exp()).requires_grad_()
     return (factors * (value + noise * value.square().mean().sqrt())).requires_grad_()
+
+
+def shuffled(leaf: Any, generator: torch.Generator) -> Any:
+    """A leaf whose numbers have changed places, among all samples."""
+    if not may_be_changed(leaf):
+        return leaf
+    order = torch.randperm(leaf.numel(), generator=generator, device="cpu").to(leaf.device)
+    return leaf.reshape(-1)[order].reshape(leaf.shape)
+
+
+def may_be_changed(leaf: Any) -> bool:
+    """Whether it is a tensor that a count may go by; what is large is data."""
+    is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
+    return is_plain and not leaf.is_complex() and leaf.dtype not in SIGNED and leaf.numel() <= _AT_ONCE

@@ -30,6 +30,7 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Snapshot, Unproved
 
 if TYPE_CHECKING:
+    from anybatch.checking.counts import OtherCounts
     from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
@@ -66,6 +67,7 @@ class _Layout:
     batches: int = 0  # after the first
     due: int = _AGAIN  # the number of them at which it is proved again
     parted: int = 0  # batches whose micro-batches end in other operations
+    others: "OtherCounts | None" = None  # which the batches so far do not tell from the step's own
 
 
 class Proofs:
@@ -115,7 +117,7 @@ class Proofs:
             return task, None
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         own = self._layouts[(key, len(parts) > 1, cuts_time) if cuts_time else key]
-        if own.known is not None and self._is_new(own, task, nodes):
+        if own.known is not None and self._is_new(own, task, nodes, parts):
             own.known = None  # at once, since the proof may raise, and the batch be tried again
             if task.is_planned and not reducer.is_shared:
                 raise Unproved  # so that a plan for other operations comes before their proof
@@ -213,7 +215,9 @@ class Proofs:
                 if not is_shared and (writes is None or not writes.were_made):
                     raise Unproved
 
-    def _is_new(self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
+    def _is_new(
+        self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant], parts: Sequence[Part]
+    ) -> bool:  # fmt: skip
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.
 
         What no sign tells is seen now and then: the 8th, 64th, 512th … batch of a layout is proved like the first.
@@ -226,6 +230,8 @@ class Proofs:
         for one in unseen:  # in each step, so without a generator's calls; all at once, for which one proof is enough
             if (one.keys, one.what) not in own.met and one.is_in(task.splittable.batches):
                 own.met.add((one.keys, one.what))
+        if own.others is not None and own.others.pairs and task.splittable.collate is None:
+            return own.others.are_apart(task, parts) or len(own.met) > known or own.batches >= own.due
         return len(own.met) > known or own.batches >= own.due
 
     def _watch(self, own: _Layout, task: Task, *, begins: bool = False) -> None:
@@ -240,18 +246,19 @@ class Proofs:
             Unproved: within ``collate``, for what none that was proved had; the step begins again.
         """
         splittable, collate, is_first = task.splittable, task.splittable.collate, True
-        is_shared, writes = task.settings.reducer.is_shared, splittable.noted
+        is_shared, writes, factors = task.settings.reducer.is_shared, splittable.noted, dict[Any, float]()
 
         def collated(samples: list[Any]) -> Any:
             nonlocal is_first
-            batch = collate(samples)  # type: ignore[misc]
+            batch, others = collate(samples), own.others  # type: ignore[misc]
+            is_apart = others is not None and not begins and others.are_apart_in(batch, len(samples), factors)
             if begins:
                 from anybatch.checking.elsewhere import even_in
 
                 with contextlib.suppress(Exception):  # of what can't be looked into
                     own.unseen = even_in([batch]) if is_first else [one for one in own.unseen if not one.is_in([batch])]
                 is_first = False
-            elif new := {(one.keys, one.what) for one in own.unseen if one.is_in([batch])} - own.met:
+            elif (new := {(one.keys, one.what) for one in own.unseen if one.is_in([batch])} - own.met) or is_apart:
                 own.met |= new
                 own.due = 0
                 if not is_shared and (writes is None or not writes.were_made):
@@ -269,9 +276,12 @@ class Proofs:
         else:
             own.exact = proof if proof.exact else None
         own.known, own.due = proof, max(_AGAIN, _AGAIN * own.batches)
+        if own.others is not None:
+            own.others.conclude()
         return proof
 
     def _proved(self, own: _Layout, split: Split) -> "tuple[Task, Replay | None]":
+        from anybatch.checking.counts import OtherCounts
         from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove, prove_among_many
         from anybatch.checking.replaying import Replay, looked_at_apart
@@ -280,7 +290,8 @@ class Proofs:
         task, parts = split.task, split.parts
         self._switches = self._switches or Switches()
         self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
-        found = prove(split, own.known)
+        own.others = own.others or OtherCounts()
+        found = prove(split, own.known, own.others)
         if found is None:
             return task, None
         proof, reason, seen = found
