@@ -7,11 +7,10 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable, sizes_of
 from anybatch.batch.counting import count_samples
-from anybatch.batch.trees import leaves, like
-from anybatch.checking.candidates import Candidate, apart, labels_of, ways_to_count
+from anybatch.checking.candidates import Candidate, apart, ways_to_count
 from anybatch.checking.causes import more, reason
 from anybatch.checking.cuts import parts_of_sizes
-from anybatch.checking.elsewhere import shuffled
+from anybatch.checking.elsewhere import with_labels_moved
 from anybatch.checking.gradients import Kept, Outcome, length_of, norm_of
 from anybatch.checking.reach import tensors_of
 from anybatch.checking.rig import Case
@@ -258,11 +257,8 @@ class Averages:
         splittable = self._splittable
         if splittable.collate is not None:
             return []
-        labels, generator = labels_of(self._whole, splittable.broadcast), torch.Generator("cpu").manual_seed(0)
-        values = [
-            shuffled(leaf, generator) if ".".join(path) in labels else leaf for _, path, leaf in leaves(self._whole)
-        ]
-        other, found = Splittable([like(self._whole, values)], broadcast=splittable.broadcast), list[Candidate]()
+        moved = with_labels_moved(self._whole, splittable.broadcast)
+        other, found = Splittable([moved], broadcast=splittable.broadcast), list[Candidate]()
         try:
             whole = self._rig.run(splittable=other).losses[name]
             for one in fitting:

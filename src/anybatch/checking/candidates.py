@@ -23,7 +23,8 @@ class Candidate(NamedTuple):
     code: str  # what is written behind ``count=``
     items: str  # what is counted, such as ``labels (batch['labels'] != -100)``
     function: Callable[[Any], Any]  # counts the items of a batch
-    leaves_out: bool = True  # whether some entries of the leaf are not counted
+    # whether some entries of the leaf are not counted; ``None`` for samples of one class, which a loss rarely ignores
+    leaves_out: bool | None = True
 
     def number(self, batch: Any, samples: int) -> float:
         """The count of a batch of so many samples, which can't be read off every batch; NaN where it has none."""
@@ -119,11 +120,12 @@ def _of_integers(leaf: _Leaf) -> Iterator[Candidate]:
     there = [v for v in _IGNORED if bool((found == v).any())]
     there += found[times.argsort(descending=True)[:_MOST_FREQUENT]].tolist()
     for ignore in dict.fromkeys([-100, *there]):
+        leaves_out = None if values.dim() < 2 and 0 <= ignore < max(_IGNORED) else ignore in there
         for shift in (0, 1) if values.dim() >= 2 else (0,):
             options = [f'"{leaf.path}"', *[f"ignore_index={ignore}"] * (ignore != -100), *[f"shift={shift}"] * shift]
             code, shown = f"anybatch.count_tokens({', '.join(options)})", leaf.code + "[..., 1:]" * shift
             function = count_tokens(leaf.path, ignore_index=ignore, shift=shift)
-            yield Candidate(code, f"labels ({shown} != {ignore})", function, leaves_out=ignore in there)
+            yield Candidate(code, f"labels ({shown} != {ignore})", function, leaves_out)
 
 
 def _of_masks(leaf: _Leaf) -> Iterator[Candidate]:

@@ -24,16 +24,16 @@ from anybatch.loss.weights import FORWARD
 from anybatch.tensors.dispatch import unseen
 from anybatch.update.passes import Task
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-6  # relative: what is less makes no other gradient
 _RATE = 0.3  # of the entries that another batch is made with
 _RAW, _ROWS = 64, 512  # samples that are counted one by one, raw ones and others
 _Key = tuple[str, str]  # the name of a loss, and how the other way is written
 
 
-class _Pair(NamedTuple):
-    """The count of a step and another that has been the same so far, but for a factor."""
+class _Other(NamedTuple):
+    """A way to count that has given what the step's own gave, but for a factor."""
 
-    own: Candidate
+    own: Candidate  # not kept, since it may hold the model
     other: Candidate
     factor: float  # how many times as much the own one has counted
 
@@ -42,29 +42,28 @@ class _Pair(NamedTuple):
         own, other = (sum(map(one.number, batches, rows)) for one in self[:2])
         return abs(own - self.factor * other) <= _ROUNDING * abs(own)
 
-    def shares(self, batches: Sequence[Any], rows: Sequence[int]) -> list[torch.Tensor]:
-        """The share of each batch in what either counts; without a number where it counts nothing."""
-        return [_shares(list(map(one.number, batches, rows))) for one in self[:2]]
-
     def are_apart(self, batches: Sequence[Any], rows: Sequence[int]) -> bool:
         """Whether the two weigh some batches otherwise."""
-        own, other = self.shares(batches, rows)
-        return bool(((own - other).abs() > _ROUNDING).any())
-
-
-def _shares(numbers: Sequence[float]) -> torch.Tensor:
-    found = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return found / found.sum()
+        own, other = (torch.tensor([*map(one.number, batches, rows)], dtype=torch.float64) for one in self[:2])
+        return bool(((own / own.sum() - other / other.sum()).abs() > _ROUNDING).any())
 
 
 class OtherCounts:
-    """What a loss may be a mean over, as far as the proofs of one layout of batches can tell."""
+    """What a loss may be a mean over, as far as the proofs of one layout of batches can tell.
+
+    Attributes:
+        known: the other ways that none has told from the own count, with the factors.
+    """
 
     def __init__(self) -> None:
-        self.pairs: dict[_Key, _Pair] = {}  # which no proof has told apart
+        self.known: dict[_Key, tuple[Candidate, float]] = {}
         self._told: set[_Key] = set()  # of which nothing is to be seen any more
         self._met: set[_Key] = set()  # which the batch that is proved tells apart
         self._waits = False  # whether reading a count would wait for a device
+
+    def _others(self, task: Task) -> dict[_Key, _Other]:
+        own = {name: Candidate("", "", function) for name, function in _own_counts(task).items()}
+        return {key: _Other(own[key[0]], *known) for key, known in self.known.items() if key[0] in own}
 
     def look(self, task: Task, parts: Sequence[Part], exact: Sequence[Cut], most: int) -> Cut | None:
         """Some samples that tell one of them from the own count, where all cuts that were found exact do not.
@@ -78,74 +77,90 @@ class OtherCounts:
         """
         self._note(task, parts)
         for cut in exact:
-            batches, rows = list(cut.splittable.materialise(cut.parts)), list(cut.sizes)
-            self._leave_out(key for key, pair in self.pairs.items() if pair.are_apart(batches, rows))
-        self._met = self.apart_in(task, parts)
-        return self._cut(task.splittable, most) if self._met else None
+            self.tell(task, cut)
+        self._met = self._apart_in(task, parts)
+        return self._cut(task, most) if self._met else None
+
+    def tell(self, task: Task, cut: Cut) -> None:
+        """Leaves out those that would have weighed the parts of an exact cut otherwise."""
+        batches, rows = list(cut.splittable.collated_from_copies().materialise(cut.parts)), list(cut.sizes)
+        self._leave_out(key for key, one in self._others(task).items() if one.are_apart(batches, rows))
+
+    def tell_all(self, task: Task, ways: Sequence[Candidate | None]) -> None:
+        """Leaves all out where a loss is known to be a mean over what the step counts."""
+        batch, rows, counts = task.splittable.batches[0], task.splittable.rows, _own_counts(task).values()
+        for way, own in itertools.product(ways, (Candidate("", "", one) for one in counts)):
+            total = 0.0 if way is None else way.number(batch, rows)
+            if (
+                way is None
+                or not total
+                or not _is_the_same(_Other(own, way, own.number(batch, rows) / total), batch, rows)
+            ):
+                return
+        self._leave_out(self.known if ways else ())
 
     def _note(self, task: Task, parts: Sequence[Part]) -> None:
         """Adds ways to count the batch that are not known yet."""
+        batch, rows = next(task.splittable.materialise(parts)), len(parts[0].samples)
+        self._waits = _is_elsewhere(batch)
+        ways = ways_to_count(batch, task.splittable.broadcast, tensors_of(task.loss_fn))
         for name, function in _own_counts(task).items():
-            own, batch = Candidate("", "", function), next(task.splittable.materialise(parts))
-            rows, kept = len(parts[0].samples), list[_Pair]()
-            total, self._waits = own.number(batch, rows), _is_elsewhere(batch)
-            for other in ways_to_count(batch, task.splittable.broadcast, tensors_of(task.loss_fn)):
-                number, is_new = other.number(batch, rows), (name, other.code) not in self._told | self.pairs.keys()
+            own = Candidate("", "", function)
+            total = own.number(batch, rows)
+            for other in ways:
+                key, number = (name, other.code), other.number(batch, rows)
                 # What leaves nothing out differs from the samples only by an entry that no batch had so far.
-                if is_new and number > 0 and total > 0 and (other.leaves_out or function is not count_samples):
-                    kept.append(_Pair(own, other, total / number))
-            changed = list(_changed(batch)) if kept else []
-            for pair in kept:
-                key = name, pair.other.code
-                if all(pair.is_kept([one], [rows]) for one in changed):
-                    self._told.add(key)  # it is the same function
-                else:
-                    self.pairs[key] = pair
+                is_open = other.leaves_out if function is count_samples else other.leaves_out is not None
+                if is_open and key not in self._told and number > 0 and total > 0:
+                    if _is_the_same(_Other(own, other, total / number), batch, rows):
+                        self._told.add(key)
+                    else:
+                        self.known.setdefault(key, (other, total / number))
 
     def _leave_out(self, keys: Iterable[_Key]) -> None:
         for key in [*keys]:
             self._told.add(key)
-            self.pairs.pop(key, None)
+            self.known.pop(key, None)
 
-    def _cut(self, splittable: Splittable, most: int) -> Cut | None:
-        for batch, samples in _samples(splittable):
+    def _cut(self, task: Task, most: int) -> Cut | None:
+        others = self._others(task)
+        for batch, samples in _samples(task.splittable):
             chosen = dict[int, None]()
-            for pair in map(self.pairs.__getitem__, self._met):
-                numbers = [[one.number(sample, 1) for sample in samples] for one in pair[:2]]
+            for key in self._met:
+                numbers = [[one.number(sample, 1) for sample in samples] for one in others[key][:2]]
                 own, other = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 ratios = (other / own).nan_to_num(math.inf)
                 if len(chosen) + 2 <= most and float(ratios.max()) > float(ratios.min()):
                     chosen |= dict.fromkeys([int(ratios.argmin()), int(ratios.argmax())])
             if len(few := list(chosen)) > 1:
-                return Cut(splittable.chosen(few, batch), (len(few) - 1, 1))
+                return Cut(task.splittable.chosen(few, batch), (len(few) - 1, 1))
         return None
 
-    def apart_in(self, task: Task, parts: Sequence[Part]) -> set[_Key]:
+    def _apart_in(self, task: Task, parts: Sequence[Part]) -> set[_Key]:
         """Those by which a batch would be weighed otherwise; a new factor is noted of the others."""
         batches, rows = list(task.splittable.materialise(parts)), [len(part.samples) for part in parts]
         found = set[_Key]()
-        for key, pair in self.pairs.items():
-            if pair.are_apart(batches, rows):
+        for key, one in self._others(task).items():
+            if one.are_apart(batches, rows):
                 found.add(key)
-            else:
-                own, other = (sum(map(one.number, batches, rows)) for one in pair[:2])
-                self.pairs[key] = pair._replace(factor=own / other if other else pair.factor)
+            elif total := sum(map(one.other.number, batches, rows)):
+                self.known[key] = one.other, sum(map(one.own.number, batches, rows)) / total
         return found
 
     @unseen
     def are_apart(self, task: Task, parts: Sequence[Part]) -> bool:
         """Whether a batch tells from the own count what none so far did: then it is to be proved."""
-        layouts, self._met = task.splittable.layouts, set()
+        self._met = set()
         if self._waits:
             return False
         with contextlib.suppress(Exception):  # what a count raises, it raises in the step itself
-            rows = [one.rows for one in layouts]
-            if not all(pair.is_kept(task.splittable.batches, rows) for pair in self.pairs.values()):
-                self._met = self.apart_in(task, parts)
+            batches, rows = task.splittable.batches, [one.rows for one in task.splittable.layouts]
+            if not all(one.is_kept(batches, rows) for one in self._others(task).values()):
+                self._met = self._apart_in(task, parts)
         return bool(self._met)
 
     @unseen
-    def are_apart_in(self, batch: Any, rows: int, factors: dict[_Key, float]) -> bool:
+    def are_apart_in(self, task: Task, batch: Any, rows: int, factors: dict[_Key, float]) -> bool:
         """The same of a batch that ``collate`` made.
 
         Args:
@@ -153,8 +168,8 @@ class OtherCounts:
         """
         self._met = set()
         with contextlib.suppress(Exception):
-            for key, pair in self.pairs.items():
-                own, other = (one.number(batch, rows) for one in pair[:2])
+            for key, one in self._others(task).items():
+                own, other = one.own.number(batch, rows), one.other.number(batch, rows)
                 if own or other:
                     factor = factors.setdefault(key, own / other if other else math.inf)
                     if not abs(own - factor * other) <= _ROUNDING * own:
@@ -164,6 +179,11 @@ class OtherCounts:
     def conclude(self) -> None:
         """Leaves out what no proof of this batch could tell apart, so that not each one is proved."""
         self._leave_out(self._met)
+
+
+def _is_the_same(one: _Other, batch: Any, rows: int) -> bool:
+    """Whether two functions count other batches alike as well."""
+    return all(one.is_kept([other], [rows]) for other in _changed(batch))
 
 
 def _own_counts(task: Task) -> Mapping[str, Any]:

@@ -330,9 +330,11 @@ class _Prover:
     def by_count(self, others: OtherCounts) -> Found | None:
         """What samples show that another count would weigh otherwise, which gave the same in those compared so far."""
         most = min(MOST, self._cuts.largest) if self._task.is_planned else MOST
+        task = replace(self._task, splittable=self._task.splittable.collated_from_copies())
         with tolerated():  # a user's count may take no such batch
             for turn in count():
-                cut = others.look(self._task, self._parts, self._exact, most)
+                with self._trial.undisturbed():
+                    cut = others.look(task, self._parts, self._exact, most)
                 if cut is None or turn == _TURNS:
                     break
                 only = partial(repeat, cut)  # as often as it is asked for

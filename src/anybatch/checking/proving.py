@@ -230,7 +230,7 @@ class Proofs:
         for one in unseen:  # in each step, so without a generator's calls; all at once, for which one proof is enough
             if (one.keys, one.what) not in own.met and one.is_in(task.splittable.batches):
                 own.met.add((one.keys, one.what))
-        if own.others is not None and own.others.pairs and task.splittable.collate is None:
+        if own.others is not None and own.others.known and task.splittable.collate is None:
             return own.others.are_apart(task, parts) or len(own.met) > known or own.batches >= own.due
         return len(own.met) > known or own.batches >= own.due
 
@@ -251,7 +251,7 @@ class Proofs:
         def collated(samples: list[Any]) -> Any:
             nonlocal is_first
             batch, others = collate(samples), own.others  # type: ignore[misc]
-            is_apart = others is not None and not begins and others.are_apart_in(batch, len(samples), factors)
+            is_apart = others is not None and not begins and others.are_apart_in(task, batch, len(samples), factors)
             if begins:
                 from anybatch.checking.elsewhere import even_in
 
@@ -308,12 +308,12 @@ class Proofs:
             self._watch(own, task, begins=True)
         elif task.is_planned or not seen.takes_hooks:
             if proof.exact and proof.group == 1 and reason is None:
-                apart, own.unseen = looked_at_apart(split, proof, seen)
+                apart, own.unseen = looked_at_apart(split, proof, seen, own.others)
                 if apart is not None:
                     self._conclude(*apart, task)
                     own.known = self.latest = apart[0]
         else:
-            self._last, replay = own, Replay(split, proof, seen)
+            self._last, replay = own, Replay(split, proof, seen, own.others)
             return replay.task, replay
         return task, None
 
