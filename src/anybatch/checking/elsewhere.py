@@ -13,6 +13,7 @@ import torch
 
 from anybatch.batch.batches import SIGNED, Splittable
 from anybatch.batch.trees import flat, leaves, like
+from anybatch.checking.candidates import Candidate, labels_of
 from anybatch.tensors.dispatch import unseen as unwatched
 
 _FACTORS = (0.3, 30.0)
@@ -21,6 +22,8 @@ _DRAWS = 16  # of which entries are kept, among few samples
 _NOISE = 0.5  # of what a sample has
 _AT_ONCE = 1 << 20  # entries that are compared with a mark: a mask of a whole leaf may have no room in a budget
 
+
+_CUTS: tuple[Any, ...] = (..., (..., slice(1, None)), (..., slice(None, -1)))  # of labels: all, or shifted by one
 
 _Has = Callable[[torch.Tensor], Any]
 
@@ -65,11 +68,30 @@ def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts
                 yield Unseen(tuple(keys), functools.partial(_has, mark=ignored), ignored)
 
 
+def labels_counted(batch: Any, labels: torch.Tensor, ignored: int) -> Candidate | None:
+    """The count of labels that are not ignored, from the leaf that has them; ``None`` where none has."""
+    for _, keys, leaf in leaves(batch, "batch"):
+        if _is_numbers(leaf) and (number := _shift_of(leaf, labels.cpu())) is not None:
+            return Candidate("", "", functools.partial(_counted, tuple(keys), _CUTS[number], ignored))
+    return None
+
+
+def _counted(keys: tuple[str, ...], cut: Any, ignored: int, batch: Any) -> Any:
+    return (_at(batch, keys)[cut] != ignored).sum()
+
+
 def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
     """Whether labels are those of a leaf, maybe shifted by one."""
-    shifted = (leaf, leaf[..., 1:], leaf[..., :-1]) if leaf.dim() > 1 else (leaf,)
-    same = (one for one in shifted if one.numel() == labels.numel())
-    return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
+    return _shift_of(leaf, labels) is not None
+
+
+def _shift_of(leaf: torch.Tensor, labels: torch.Tensor) -> int | None:
+    """By which of ``_CUTS`` labels are those of a leaf; ``None`` where they are not."""
+    for number, cut in enumerate(_CUTS if leaf.dim() > 1 else _CUTS[:1]):
+        one = leaf[cut]
+        if one.numel() == labels.numel() and torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)):
+            return number
+    return None
 
 
 def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unseen, Splittable | None]]:
@@ -240,3 +262,24 @@ def _moved(one: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Te
     if kind == "sign":
         return (value * factors * noise.exp()).requires_grad_()
     return (factors * (value + noise * value.square().mean().sqrt())).requires_grad_()
+
+
+def with_labels_moved(batch: Any, broadcast: Sequence[str]) -> Any:
+    """A batch whose labels have changed places: labels still, so that a loss takes them."""
+    labels, generator = labels_of(batch, broadcast), torch.Generator("cpu").manual_seed(0)
+    values = [shuffled(leaf, generator) if ".".join(path) in labels else leaf for _, path, leaf in leaves(batch)]
+    return like(batch, values)
+
+
+def shuffled(leaf: Any, generator: torch.Generator) -> Any:
+    """A leaf whose numbers have changed places, among all samples."""
+    if not may_be_changed(leaf):
+        return leaf
+    order = torch.randperm(leaf.numel(), generator=generator, device="cpu").to(leaf.device)
+    return leaf.reshape(-1)[order].reshape(leaf.shape)
+
+
+def may_be_changed(leaf: Any) -> bool:
+    """Whether it is a tensor that a count may go by; what is large is data."""
+    is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
+    return is_plain and not leaf.is_complex() and leaf.dtype not in SIGNED and leaf.numel() <= _AT_ONCE

@@ -14,7 +14,8 @@ from anybatch.accelerators import release_cache
 from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
-from anybatch.checking.averages import Averages, even_labels
+from anybatch.checking.averages import Averages
+from anybatch.checking.candidates import even_labels
 from anybatch.checking.causes import reason, seeded
 from anybatch.checking.gradients import Comparison, Outcome
 from anybatch.checking.rig import Case, Rig

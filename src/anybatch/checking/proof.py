@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice, repeat
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from anybatch.checking.causes import COUPLED, WHOLE, more, seeded, unexplained
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
+from anybatch.checking.counts import OtherCounts
 from anybatch.checking.cuts import MOST, Cut, Cuts, placed_one_by_one
 from anybatch.checking.examination import later_state
 from anybatch.checking.groups import another_size, in_parts_of, is_general, whole_groups
@@ -44,6 +45,7 @@ SMALL = 4
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _AGAIN = 2  # the same where other batches have shown it
+_TURNS = 2  # more cuts by which other counts are told from the step's own
 _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
@@ -84,11 +86,14 @@ class Seen(NamedTuple):
     takes_hooks: bool = False  # whether a hook on the model is compiled with nothing
 
 
-def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | None, Seen] | None:
+def prove(
+    split: Split, known: Proof | None = None, others: OtherCounts | None = None
+) -> tuple[Proof, Reason | None, Seen] | None:
     """Proves that a step may split its batch.
 
     Args:
         known: what was proved of another batch, and may hold for this one.
+        others: counts that no proof so far has told from the step's own, in which it is noted what this one does.
 
     Returns:
         What was found, the reason where it is not exact, or may not stay so, and what was seen of the program; ``None``
@@ -107,6 +112,8 @@ def prove(split: Split, known: Proof | None = None) -> tuple[Proof, Reason | Non
             return replace(over_time[0], update=update), over_time[1], Seen()
         prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
+        if others is not None and proof.exact and reason is None and proof.group == 1:
+            proof, reason = prover.by_count(others) or (proof, reason)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = proof.with_note(f"as long as `{reason.where}` makes no difference")
         if proof.exact and trial.draws_elsewhere:
@@ -149,6 +156,7 @@ class _Prover:
         self._rows = [part.samples for part in self._parts]
         self._cuts = Cuts(self._task.splittable, self._parts)
         self._times = 0  # micro-batches whose losses there is room for
+        self._exact: list[Cut] = []  # the cuts whose gradients were found to be the same
 
     def shown(self, known: Proof | None) -> Found:
         """What is found; where the user's program fails in a run of its own, that it can't be told."""
@@ -319,6 +327,25 @@ class _Prover:
                         raise
         return None
 
+    def by_count(self, others: OtherCounts) -> Found | None:
+        """What samples show that another count would weigh otherwise, which gave the same in those compared so far."""
+        most = min(MOST, self._cuts.largest) if self._task.is_planned else MOST
+        task = replace(self._task, splittable=self._task.splittable.collated_from_copies())
+        with tolerated():  # a user's count may take no such batch
+            for turn in count():
+                with self._trial.undisturbed():
+                    cut = others.look(task, self._parts, self._exact, most)
+                if cut is None or turn == _TURNS:
+                    break
+                only = partial(repeat, cut)  # as often as it is asked for
+                tried = next(self._compared(only))
+                if isinstance(tried, str):
+                    break
+                proof, reason = self._judged(only, 0, tried)
+                if reason is not None or not proof.exact:
+                    return proof, reason
+        return None
+
     def among_many(self) -> Found | None:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
         with tolerated():  # there may be no room, or rows may not be picked
@@ -367,12 +394,14 @@ class _Prover:
             off = replace(difference, error=error)
             return self._closed(off, lambda: (off.proof("not exact", "comparison"), seeded(operations)))
         if difference.is_none:
+            self._exact.append(difference.cut)
             return difference.proof("exact", "comparison"), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
             only: Way = lambda most: islice(cuts(most), turn, turn + 1)  # noqa: E731
             again = next(self._compared(only, in_single=True), "")  # a model may be in autocast itself
             if not isinstance(again, str) and again.is_none:
                 self.bound = self.bound or again.bound
+                self._exact.append(again.cut)
                 return again.proof("exact", "comparison"), None
         return self._closed(difference, partial(self._told, difference))
 

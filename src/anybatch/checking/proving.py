@@ -31,6 +31,7 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Snapshot, Unproved
 
 if TYPE_CHECKING:
+    from anybatch.checking.counts import OtherCounts
     from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
@@ -68,6 +69,7 @@ class _Layout:
     batches: int = 0  # after the first
     due: int = _AGAIN  # the number of them at which it is proved again
     parted: int = 0  # batches whose micro-batches end in other operations
+    others: "OtherCounts | None" = None  # which the batches so far do not tell from the step's own
 
 
 class Proofs:
@@ -117,7 +119,7 @@ class Proofs:
             return task, None
         key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         own = self._layouts[(key, len(parts) > 1, cuts_time) if cuts_time else key]
-        if own.known is not None and self._is_new(own, task, nodes):
+        if own.known is not None and self._is_new(own, task, nodes, parts):
             own.known = None  # at once, since the proof may raise, and the batch be tried again
             if task.is_planned and not reducer.is_shared:
                 raise Unproved  # so that a plan for other operations comes before their proof
@@ -215,7 +217,9 @@ class Proofs:
                 if not is_shared and (writes is None or not writes.were_made):
                     raise Unproved
 
-    def _is_new(self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
+    def _is_new(
+        self, own: _Layout, task: Task, nodes: Sequence[Rows | Constant], parts: Sequence[Part]
+    ) -> bool:  # fmt: skip
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.
 
         What no sign tells is seen now and then: the 8th, 64th, 512th … batch of a layout is proved like the first.
@@ -228,6 +232,8 @@ class Proofs:
         for one in unseen:  # in each step, so without a generator's calls; all at once, for which one proof is enough
             if (one.keys, one.what) not in own.met and one.is_in(task.splittable.batches):
                 own.met.add((one.keys, one.what))
+        if own.others is not None and own.others.known and task.splittable.collate is None:
+            return own.others.are_apart(task, parts) or len(own.met) > known or own.batches >= own.due
         return len(own.met) > known or own.batches >= own.due
 
     def _watch(self, own: _Layout, task: Task, *, begins: bool = False) -> None:
@@ -242,18 +248,19 @@ class Proofs:
             Unproved: within ``collate``, for what none that was proved had; the step begins again.
         """
         splittable, collate, is_first = task.splittable, task.splittable.collate, True
-        is_shared, writes = task.settings.reducer.is_shared, splittable.noted
+        is_shared, writes, factors = task.settings.reducer.is_shared, splittable.noted, dict[Any, float]()
 
         def collated(samples: list[Any]) -> Any:
             nonlocal is_first
-            batch = collate(samples)  # type: ignore[misc]
+            batch, others = collate(samples), own.others  # type: ignore[misc]
+            is_apart = others is not None and not begins and others.are_apart_in(task, batch, len(samples), factors)
             if begins:
                 from anybatch.checking.elsewhere import even_in
 
                 with contextlib.suppress(Exception):  # of what can't be looked into
                     own.unseen = even_in([batch]) if is_first else [one for one in own.unseen if not one.is_in([batch])]
                 is_first = False
-            elif new := {(one.keys, one.what) for one in own.unseen if one.is_in([batch])} - own.met:
+            elif (new := {(one.keys, one.what) for one in own.unseen if one.is_in([batch])} - own.met) or is_apart:
                 own.met |= new
                 own.due = 0
                 if not is_shared and (writes is None or not writes.were_made):
@@ -271,9 +278,12 @@ class Proofs:
         else:
             own.exact = proof if proof.exact else None
         own.known, own.due = proof, max(_AGAIN, _AGAIN * own.batches)
+        if own.others is not None:
+            own.others.conclude()
         return proof
 
     def _proved(self, own: _Layout, split: Split) -> "tuple[Task, Replay | None]":
+        from anybatch.checking.counts import OtherCounts
         from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove, prove_among_many
         from anybatch.checking.replaying import Replay, looked_at_apart
@@ -282,8 +292,8 @@ class Proofs:
         task, parts = split.task, split.parts
         self._switches = self._switches or Switches()
         self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
-        began = time.perf_counter()
-        found = prove(split, own.known)
+        own.others, began = own.others or OtherCounts(), time.perf_counter()
+        found = prove(split, own.known, own.others)
         if (seconds := time.perf_counter() - began) > _LONG:
             which = f"batch {own.batches + 1} of its layout" if own.batches else "the first batch of its layout"
             logger.info("a split was proved in %.1f s, at %s", seconds, which)
@@ -303,12 +313,12 @@ class Proofs:
             self._watch(own, task, begins=True)
         elif task.is_planned or not seen.takes_hooks:
             if proof.exact and proof.group == 1 and reason is None:
-                apart, own.unseen = looked_at_apart(split, proof, seen)
+                apart, own.unseen = looked_at_apart(split, proof, seen, own.others)
                 if apart is not None:
                     self._conclude(*apart, task)
                     own.known = self.latest = apart[0]
         else:
-            self._last, replay = own, Replay(split, proof, seen)
+            self._last, replay = own, Replay(split, proof, seen, own.others)
             return replay.task, replay
         return task, None
 

@@ -17,12 +17,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, leaves, like
+from anybatch.checking.candidates import Candidate
 from anybatch.checking.causes import explained
 from anybatch.checking.causes import reason as worded
+from anybatch.checking.counts import OtherCounts
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import Unseen, even, is_not_full, moved, thinned, uncounted, unseen
+from anybatch.checking.elsewhere import (
+    Unseen,
+    even,
+    is_not_full,
+    labels_counted,
+    moved,
+    thinned,
+    uncounted,
+    unseen,
+    with_labels_moved,
+)
 from anybatch.checking.proof import Seen, prove_among_many
 from anybatch.checking.proving import Split
 from anybatch.checking.rig import in_place_of
@@ -80,6 +93,7 @@ class RowWise(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_so = True
         self.labels: list[tuple[torch.Tensor, int]] = []  # of means over those that are not ignored, with that number
+        self._sums = 0  # or means over all entries
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
@@ -97,7 +111,14 @@ class RowWise(Mode):
         self.is_so = self.is_so and _keeps_rows_apart(func, args, kwargs, result)
         if func.overloadpacket.__name__ in _OF_LABELS and argument(func, args, kwargs, "reduction") == 1:
             self.labels.append((args[1], argument(func, args, kwargs, "ignore_index", -100)))
+        elif isinstance(result, torch.Tensor) and result.dim() == 0:
+            self._sums += any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in args)
         return result
+
+    def ways_to_count(self, batch: Any) -> list[Candidate | None]:
+        """What such a loss is a mean over; ``None`` where that is not known."""
+        found: list[Candidate | None] = [labels_counted(batch, *labels) for labels in self.labels]
+        return [*found, Candidate("", "", count_samples)] if self._sums else found
 
 
 def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -127,7 +148,8 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 class Replay:
     """What a model gives in the micro-batches of a step, to see the loss of all of them at once."""
 
-    def __init__(self, split: Split, proof: Proof, seen: Seen) -> None:
+    def __init__(self, split: Split, proof: Proof, seen: Seen, others: OtherCounts) -> None:
+        self._others = others
         self._split, self._task, self._parts, self._proof, self._seen = split, split.task, split.parts, proof, seen
         self._given: list[list[Any]] = []  # by micro-batch and call
         self._bytes = 0
@@ -244,6 +266,8 @@ class Replay:
         with contextlib.suppress(Exception):  # of a count that takes no such labels
             for labels in operations.labels if self._proof.exact else ():
                 self.unseen += uncounted(self._task.splittable, *labels, counts)
+            if operations.is_so:
+                self._others.tell_all(self._task, operations.ways_to_count(self._task.splittable.batches[0]))
         return operations.is_so and error <= _SAME_VALUE
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
@@ -275,6 +299,12 @@ class Replay:
             self.unseen += [
                 one for one, other in unseen(splittable, sizes) if other is None or self._differs(calls, other)
             ]
+            self._differs(
+                calls,
+                Splittable(
+                    [with_labels_moved(splittable.batches[0], splittable.broadcast)], broadcast=splittable.broadcast
+                ),
+            )
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
@@ -282,7 +312,9 @@ class Replay:
 
     def _differs(self, calls: list["_Call"], splittable: Splittable) -> bool:
         with tolerated():  # the loss may take no such batch
-            return self._difference(calls, splittable, is_finite=False) is not None
+            if self._difference(calls, splittable, is_finite=False) is not None:
+                return True
+            self._others.tell(self._task, Cut(splittable, calls[0].sizes))
         return False
 
     def _difference(
@@ -319,7 +351,7 @@ class Replay:
             yield trial, Cut(player.splittable, calls[0].sizes), player
 
 
-def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | None, list[Unseen]]:
+def looked_at_apart(split: Split, proof: Proof, seen: Seen, others: OtherCounts) -> tuple[Found | None, list[Unseen]]:
     """What the loss of a few samples shows before the step, where the outputs of all of them can't be kept in it."""
     task, parts = split.task, split.parts
     if not task.is_planned:
@@ -333,7 +365,7 @@ def looked_at_apart(split: Split, proof: Proof, seen: Seen) -> tuple[Found | Non
     try:
         cut = Cut(task.splittable.chosen(rows), sizes)
         own = replace(task, splittable=cut.splittable, is_planned=True)
-        replay = Replay(split._replace(task=own, parts=cut.parts), proof, seen)
+        replay = Replay(split._replace(task=own, parts=cut.parts), proof, seen, others)
         with surroundings(), Recording(limit=seen.room):
             losses = Trial(split._replace(task=replay.task)).run(cut, cut.parts).losses
         return replay.found(losses), replay.unseen
