@@ -298,8 +298,8 @@ def accum_unequal_weight(
         yield Found(
             text=f"The micro-batches of a step have {min(items)} to {max(items)} targets{near(back)}, but their means "
             f"weigh the same: a target counts up to {max(ratios):.1f} times as much as another.",
-            fix='loss = F.cross_entropy(..., reduction="sum") / total_targets_of_the_whole_batch  # as anybatch.TrainStep '
-            "does with the batches of anybatch.windows(loader, batches=...)",
+            fix='loss = F.cross_entropy(..., reduction="sum") / total_targets_of_the_whole_batch  # as TrainStep does '
+            "with the batches of anybatch.windows(loader, batches=...)",
             cause="A mean divides by the targets of its own micro-batch; the sum of such means is not the mean of all.",
             since=back,
             step=_number(bad[2][0].step),
