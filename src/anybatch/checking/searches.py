@@ -130,7 +130,7 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     wrong = [name for name in comparison.whole.losses if comparison.loss_error(name) > case.tolerance]
     found = {name: averages.find(name) for name in wrong or comparison.whole.losses}
     counts = {name: candidate for name, (_, candidate) in found.items() if candidate is not None}
-    line = (averages.line(counts),) if counts else ()
+    line = (averages.line(counts, found.keys() - counts.keys()),) if counts else ()
     reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]
     if counts and len(counts) == len(found):
         error = case.compared(count=averages.count_with(counts)).error
