@@ -56,7 +56,9 @@ def searched(case: Case, comparison: Comparison) -> list[Reason]:
     for what, search in _SEARCHES.items():
         nothing: list[Reason] = []
         if found := case.searched(what, lambda search=search: search(case, comparison), nothing):  # type: ignore[misc]
-            return found
+            is_open = all(one.code in ("module", "not-additive") for one in found)
+            padded = case.searched("sizes", lambda: _padded_in_the_model(case), None) if is_open else None
+            return found if padded is None else [padded]
         if comparison.error <= case.tolerance:  # as it turned out
             return []
     return [does_not_add_up(case.rig.task, list(comparison.whole.losses))]
@@ -147,8 +149,6 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
         rest = "" if error <= case.tolerance else " still, so that there is another reason, too"
         text = f" With the count below the error is {error:.2g}{rest}."
         reasons = [more(one, text, error_with_remedy=error) for one in reasons]
-    if all(one.code == "not-additive" for one in reasons) and (padded := _padded_in_the_model(case)) is not None:
-        return [padded]
     failures = [f" As it is, a split is refused: {failure}" for _, failure in comparison.failures[:1]]
     return [more(one, *failures) for one in reasons]
 
