@@ -451,7 +451,7 @@ class Explanation:
             text = f"It left the tensors through {departure.op} at {site.file}:{site.line}. "
         else:
             stop, text = Stop(departure.op, *site, events[0].after if events else ""), ""
-        text += "What is not known is whether that number is in the loss; no tensor brings the parameter there."
+        text += "Whether the loss uses that number is not known; no tensor connects the parameter with the loss."
         return replace(stop, message=text, sure=False)
 
     def _left_out(self, bit: int) -> Stop | None:

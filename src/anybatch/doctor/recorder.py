@@ -118,7 +118,7 @@ class Doctor:
         self._others = (
             scaling,
             ClippingHooks(recording, self._gradients, scaling),
-            ScheduleHooks(recording, self._optimizers),
+            ScheduleHooks(recording, self._optimizers, self.kept.schedules),
             LoaderHooks(recording, self._samplers.kept.loader),
             LoadingHooks(recording, self._optimizers),
         )
@@ -130,7 +130,7 @@ class Doctor:
         self._attached = False
         self._ended = False
         self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._seconds = self._asked_seconds = 0.0
         self._head = (script, tuple(arguments))
         self._telling = None if on_finding is None else Telling(self, on_finding)
         self.kept.on = ask
@@ -218,10 +218,12 @@ class Doctor:
         """
         if self._attached:
             self._remove()
+            started = time.perf_counter()
             if ask and self._may_ask():
                 for fact in [*self.answers()]:  # nothing is recorded while a copy runs
                     self.emit(fact)
                 self._asked = self._journal.counter.at
+                self._asked_seconds += time.perf_counter() - started
 
     def _may_ask(self) -> bool:
         """Whether there is something new to ask, and time for it: not on the way out, nor in the copy of a process."""
@@ -272,8 +274,8 @@ class Doctor:
                 self._journal.close(
                     Ended(
                         exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
-                        dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                        failure=self.failure,
+                        asked_seconds=self._asked_seconds, dropped=self._journal.dropped,
+                        thinned=self._sampling.thinned, failure=self.failure,
                     )
                 )  # fmt: skip
         if is_first and self._telling is not None:

@@ -201,6 +201,7 @@ class Ended(Fact):
     exit_code: int | None = None  # the exit code of the script; ``None`` if the doctor was attached in code
     seconds: float = 0.0  # the duration of the run
     own_seconds: float = 0.0  # the part of ``seconds`` that the doctor took
+    asked_seconds: float = 0.0  # how long the questions took after it
     dropped: int = 0  # the number of lines left out because the record had reached its size limit
     thinned: int = 0  # how often the sampling interval was lengthened to limit the overhead
     # the text of the first error in the recorder itself, after which it recorded no more facts of that kind

@@ -20,6 +20,7 @@ _WHOLE = "(the model)"
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
 _DEAR, _SHORT_RUN, _FEW_SECONDS = 0.03, 200, 20.0
+_LEAST_ASKED = 0.1  # seconds of questions that are worth a word
 _UNEXPLAINED = "UNCLASSIFIED"  # the finding that says no more than the traceback
 _CRASHED = frozenset({"error", "text"})  # what the evidence of every crash has
 _IN_TRACEBACK = frozenset({"error", "text", "code", "origin_file", "origin_line"})
@@ -132,7 +133,13 @@ def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
         evidence = {name: value for name, value in evidence.items() if name not in _IN_TRACEBACK}
         renamed = {"from": evidence.pop("origin_code", ""), "raised at": PurePath(evidence.pop("raised_at", "")).name}
         evidence |= {name: value for name, value in renamed.items() if value}
-    return tuple((name.replace("_", " "), value_text(value)) for name, value in evidence.items())
+    found: list[tuple[str, str]] = []
+    for name, value in evidence.items():
+        if name == "of" and found:  # how many there are in all, of what stands before it
+            found[-1] = (found[-1][0], f"{found[-1][1]} of {value_text(value)}")
+        else:
+            found.append((name.replace("_", " "), value_text(value)))
+    return tuple(found)
 
 
 def value_text(value: Any) -> str:
@@ -157,7 +164,8 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
         says_little = diagnosis.overhead is None or diagnosis.overhead > 1  # of a script that did next to nothing
         share = "" if says_little else f" ({diagnosis.overhead:.1%} of the script's own time)"
         own, took = format_seconds(ended.own_seconds), format_seconds(ended.seconds)
-        said.append(f"the doctor took {own} of {took}{share}")
+        after = f", and {format_seconds(ended.asked_seconds)} for its questions after the script"
+        said.append(f"the doctor took {own} of {took}{share}" + after * (ended.asked_seconds >= _LEAST_ASKED))
     elif diagnosis.overhead is not None:
         said.append(f"the doctor took {diagnosis.overhead:.1%} of the run's own time")
     short = diagnosis.steps < _SHORT_RUN or (ended is not None and ended.seconds < _FEW_SECONDS)

@@ -270,6 +270,40 @@ def test_tokens_whose_rows_attention_takes_for_time_are_told(batch_first: bool, 
     assert answer(train, "batch") == expected
 
 
+class Writer(nn.Module):
+    """Scores of the next word of each place of a text."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+        self.lstm = nn.LSTM(8, 8, batch_first=batch_first)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.lstm(self.words(words))[0])
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "samples", "expected"),
+    [(False, 0, "yes"), (True, 0, "no"), (False, 1, "unknown")],  # the last is right: its places are along dim 0
+)
+def test_a_recurrence_over_the_batch_is_told_where_targets_are_the_next_words(
+    batch_first: bool, samples: int, expected: str
+) -> None:
+    net = Writer(batch_first=batch_first)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            texts = torch.randint(0, 9, (ROWS, 21))
+            given, wanted = (one if samples == 0 else one.T for one in (texts[:, :-1], texts[:, 1:]))
+            optimizer.zero_grad()
+            F.cross_entropy(net(given).reshape(-1, 9), wanted.reshape(-1)).backward()
+            optimizer.step()
+
+    assert answer(train, "batch") == expected
+
+
 def test_what_adam_makes_nan_in_half_precision_is_told_of_its_eps() -> None:
     torch.manual_seed(0)
     net = nn.Linear(6, 3).half()

@@ -229,3 +229,52 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_program_has_no_error_and_no_warning(make: Callable[[], nn.Module]) -> None:
     assert not [one for one in first(lambda: trained(make())) if one.severity != "info"]
+
+
+class Scaled(nn.Module):
+    """Has parameters of its own beside modules, one inside another, and a weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(6)])
+        self.tied, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.tied.weight
+        self.shifts = nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        out: Tensor = self.head(self.tied(x)) * self.scale + self.shifts[0] + self.shifts[1]
+        return out[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("left", "fix"),
+    [
+        (["scale"], "[model.scale]"),
+        (["scale", "blocks.1.0.bias"], "[model.scale, model.blocks[1][0].bias]"),
+        (["blocks.1.0", "blocks.2"], "[*model.blocks[1][0].parameters(), *model.blocks[2].parameters()]"),
+        (["blocks."], "model.blocks.parameters()"),
+        (["head.bias", "shifts.1"], "[model.head.bias, model.shifts[1]]"),
+        (["tied"], "model.tied.parameters()"),
+        (["tied.weight"], "[model.tied.weight]"),
+        ([".0.bias"], "[p for p in model.parameters() if"),
+    ],
+)
+def test_the_group_that_is_missing_can_be_added_as_it_is_written(left: list[str], fix: str) -> None:
+    torch.manual_seed(0)
+    with Doctor(every=20) as doctor:
+        model = Scaled()
+        missing = [name for name, _ in model.named_parameters() if any(part in name for part in left)]
+        optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name not in missing], lr=0.05)
+        for _ in range(10):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+            optimizer.step()
+    (found,) = [one for one in doctor.findings if one.name == "OPT_PARAM_MISSING"]
+    assert found.fix.startswith(f'optimizer.add_param_group({{"params": {fix}')
+    exec(found.fix, {"model": model, "optimizer": optimizer})
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())

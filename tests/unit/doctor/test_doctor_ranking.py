@@ -35,7 +35,9 @@ def test_consequences_hang_under_the_first_of_the_chain() -> None:
     assert shown(make("C", 9), make("A", 1), make("B", 5)) == [("A", ""), ("B", "A"), ("C", "A")]
 
 
-@pytest.mark.parametrize(("root", "is_one"), [("OUTPUT_RANGE", True), ("PLATEAU_MODE", False)])
+@pytest.mark.parametrize(
+    ("root", "is_one"), [("OUTPUT_RANGE", True), ("LOSS_BROADCAST", True), ("PLATEAU_MODE", False)]
+)
 def test_targets_out_of_reach_explain_that_those_of_other_rows_give_the_same(root: str, is_one: bool) -> None:
     explains = {name: rule.explains for name, rule in all_rules().items()}
     found = {one.name: one.consequence_of for one in ranked((make(root, 1), make("LABELS_UNRELATED", 5)), explains)}

@@ -303,5 +303,8 @@ def test_what_a_constant_of_another_shape_is_spread_over() -> None:
     assert found(((model(X) - model(X).T) ** 2).mean()) == ()  # all pairs, as is meant
     assert found(((model(X) - y) ** 2).softmax(1).mean()) == ()  # a kernel
     assert found(((model(X) - y) ** 2).mean(), 10) == (5, 1)  # a call of 10 rows came after it
+    column = model.weight.T  # plain tensors, without any call of a model
+    assert found(((X @ column + model.bias - y) ** 2).mean(), -1) == (5, 1)
+    assert found((((X @ column).add_(model.bias) - y[:, None]) ** 2).mean(), -1) == ()
     assert found(((model(X).tanh() - y) ** 2).mean() + model(X).sum(), 10) == ()  # centres of a kernel, say
     assert found(((model.weight[:, :3].T - torch.ones(3)) ** 2).mean(), 10) == ()

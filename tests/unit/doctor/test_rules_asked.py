@@ -581,3 +581,12 @@ def test_no_activation_fires_on_layers_that_fold() -> None:
 
 def test_no_activation_is_quiet_without_an_answer() -> None:
     both("layers", "NO_ACTIVATION")
+
+
+def test_outputs_are_one_fires_with_the_line_of_the_other_loss() -> None:
+    found = fires(asked("one for two", "yes").run(), "OUTPUTS_ARE_ONE", "warning")
+    assert "line 49" in found.message
+
+
+def test_outputs_are_one_is_quiet_where_they_differ() -> None:
+    both("one for two", "OUTPUTS_ARE_ONE")

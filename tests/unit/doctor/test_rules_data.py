@@ -348,3 +348,31 @@ def test_a_batch_that_is_trained_on_is_looked_at_behind_an_evaluation(mode: str)
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
     assert [one.name for one in doctor.findings if one.severity == "warning"] == ["DATA_REPEATED"]
+
+
+class Detector(nn.Module):
+    """Is given pictures, and for each its boxes in pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 8, 3, stride=2), nn.Linear(8, 4)
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        out = self.head(self.body(torch.stack(images)).amax((2, 3)))
+        return torch.stack([(out[i] - one["boxes"]).abs().mean() for i, one in enumerate(targets)]).mean()
+
+
+@pytest.mark.parametrize("size", [1.0, 200.0])
+def test_input_scale_is_quiet_on_targets_that_a_detector_is_given(size: float) -> None:
+    torch.manual_seed(0)
+    net = Detector()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    with Doctor(every=1) as doctor:
+        for _ in range(16):
+            optimizer.zero_grad()
+            boxes = [{"boxes": 40 * torch.rand(2 + i, 4)} for i in range(4)]
+            net([size * torch.rand(3, 16, 16) for _ in boxes], boxes).backward()
+            optimizer.step()
+    found = [one.message for one in diagnose(doctor.run) if one.name == "INPUT_SCALE"]
+    assert not any("boxes" in one for one in found)
+    assert bool(found) == (size > 1)

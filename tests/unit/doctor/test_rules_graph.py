@@ -154,6 +154,21 @@ def test_loss_term_cut_is_quiet_on_two_players() -> None:
     assert not findings(players(detached=False), "LOSS_TERM_CUT")
 
 
+def test_loss_term_cut_is_quiet_where_optimizers_take_turns_on_one_loss() -> None:
+    """One of them has a parameter that is a term of its own, as the scale of a flow is in its volume."""
+    built = RunBuilder()
+    own = built.model(("0.weight", "2.weight", "scale"))
+    built.optimizer(own[:1], number=0)
+    built.optimizer(own[1:], number=1)
+    for step in range(12):
+        built.clear(0)
+        built.clear(1)
+        built.add(Walk(nodes=5, reached=own, terms=(own, own[2:])))
+        built.backward(own)
+        built.step(step % 2)
+    assert not findings(built, "LOSS_TERM_CUT")
+
+
 def forced(*, is_leaf: bool = True, touched: tuple[int, ...] = ()) -> RunBuilder:
     built = RunBuilder()
     built.optimizer(built.model())

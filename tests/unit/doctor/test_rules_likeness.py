@@ -56,7 +56,7 @@ def test_what_goes_along_the_wrong_axis_fires(probe: str, name: str, severity: s
 
 
 def test_batch_mixing_is_quiet_of_a_square_batch_where_something_is_learned() -> None:
-    evidence = {"op": "lstm", "square": True, "row_is_sample": True, "dim": 0}
+    evidence = {"op": "lstm", "equal_sizes": True, "dim_is_batch": True, "dim": 0}
     run = Training(after=(Probed(probe="batch", answer="yes", evidence=evidence),))
     learned = replace(run, call=call(value=0.01, guess=2.3), loss=lambda step: 2.3 * 0.9**step)
     quiet(learned.run(), "BATCH_MIXING")

@@ -70,3 +70,11 @@ def test_freeze_too_much_fires_on_a_frozen_table_and_is_quiet_where_something_wa
 
 def test_update_undone_is_quiet_where_the_question_has_no_answer() -> None:
     quiet(replace(asked("undone", "unknown"), loss=flat).run(), "UPDATE_UNDONE")
+
+
+def test_sched_never_stepped_fires_and_says_at_which_rate() -> None:
+    assert "0.004 in all 48 steps" in fires(asked("unstepped", "yes").run(), "SCHED_NEVER_STEPPED", "warning").message
+
+
+def test_sched_never_stepped_is_quiet_without_an_answer() -> None:
+    both("unstepped", "SCHED_NEVER_STEPPED")

@@ -110,6 +110,11 @@ def test_the_evidence_of_a_crash_does_not_repeat_its_traceback() -> None:
     assert words.evidence_of(Finding("m", evidence={"code": "c()"})) == (("code", "c()"),)
 
 
+def test_the_evidence_says_of_how_many_something_is_told() -> None:
+    evidence = {"not_cleared": 2, "of": 4, "steps": 9}
+    assert words.evidence_of(Finding("m", evidence=evidence)) == (("not cleared", "2 of 4"), ("steps", "9"))
+
+
 def test_a_fix_is_code_or_a_sentence() -> None:
     long = " ".join(["remove the softmax before it"] * 5)
     told = shown(replace(FAULTY, findings=(replace(MISSING, fix=long),)), run_of())
@@ -296,6 +301,8 @@ def test_the_cost_of_a_short_run_is_put_in_its_place() -> None:
     assert "overhead is largest in short runs" not in words.cost_of(dear, Run([Ended(seconds=90.0, own_seconds=4.0)]))
     assert "overhead is largest in short runs" in words.cost_of(dear, Run([Ended(seconds=2.0, own_seconds=0.4)]))
     assert "overhead is largest in short runs" in words.cost_of(replace(dear, steps=20), run_of())
+    asked = Ended(seconds=90.0, own_seconds=4.0, asked_seconds=2.0)
+    assert words.cost_of(dear, Run([asked])).endswith(", and 2.0 s for its questions after the script")
     assert words.cost_of(Diagnosis(overhead=0.02), Run([])) == "the doctor took 2.0% of the run's own time"
     ended = Ended(seconds=2.0, own_seconds=0.1, thinned=1, dropped=3, failure="KeyError: 3")
     said = words.cost_of(Diagnosis(), Run([ended]))

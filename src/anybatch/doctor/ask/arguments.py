@@ -122,7 +122,9 @@ def drowning_weights(step: Step) -> Iterator[Probed]:
         shares, known = counts * weight.double() / (counts * weight.double()).sum(), counts / counts.sum()
         most = int(shares.argmax())
         if counts.sum() >= _ENOUGH and float(shares[most]) > _NEARLY_ALL and float(known[most]) < _NOT_ALL:
-            yield said(operation, weight=float(weight[most]), of=float(shares[most]), targets=float(known[most]))
+            yield said(
+                operation, weight=float(weight[most]), loss_share=float(shares[most]), targets=float(known[most])
+            )
 
 
 def _weights_of_classes(step: Step) -> Iterator[tuple[Operation, torch.Tensor, torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from anybatch.accelerators import free_bytes, is_accelerator
 from anybatch.doctor.ask import (
     adversaries,
+    agreeing,
     arguments,
     axes,
     batches,
@@ -52,6 +53,7 @@ _COPIES = 16
 OF_A_STEP = (
     rows,
     pairs,
+    agreeing,
     mining,
     pulling,
     placing,

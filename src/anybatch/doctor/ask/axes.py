@@ -320,6 +320,24 @@ def blank(step: Step) -> Iterator[Probed]:
     yield said(calls[-1], answer=answer, **seen)
 
 
+@asks("batch before time")
+def batch_before_time(step: Step) -> Iterator[Probed]:
+    """Whether a CTC loss takes the samples of a batch for steps of time: another sample changes one entry of dim 0."""
+    call = next(iter(step.used("ctc_loss")), None)
+    if call is None:
+        raise Unknown("no CTC loss was seen")
+    scores, row = step.values[call.given[0]], step.rows // 2
+    leaves = [step.leaves[one] for one in sorted(step.inputs & step.made_of(call.given[0]))]
+    given = next((one for one in leaves if one.shape[:1] == (step.rows,) and not torch.equal(one[0], one[row])), None)
+    if given is None or scores.dim() != 3:
+        raise Unknown("what the CTC loss is given is not made of the samples of a batch")
+    other = torch.cat([given[:row], given[:1], given[row + 1 :]])
+    run = replayed(step.tape, step.loss, lambda one: other if one is given else one)
+    changed = (run.values[call.given[0]] != scores).any(2)  # by time and sample, as the loss takes them
+    if changed.any(1).nonzero().flatten().tolist() == [row] and int(changed.any(0).sum()) > 1:
+        yield said(call, rows=step.rows, shape=list(scores.shape))
+
+
 @asks("signs", of_rows=False)
 def unsigned(step: Step) -> Iterator[Probed]:
     """Whether a loss that takes 1 for alike and -1 for different is given other numbers, which it leaves out."""

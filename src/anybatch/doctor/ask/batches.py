@@ -373,16 +373,19 @@ def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
             target, rows = given["target"], len(tokens)
             if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point() or target.numel() % rows:
                 break
-            if given.get("weight") is not None:
+            if given.get("weight") is not None or given.get("reduction") == "none":  # a mask may come
                 break
             target = target.reshape(rows, -1)
-            behind = padding_of(tokens if target.shape == tokens.shape else target)
-            at_end = target[behind] if behind is not None else target.flatten()[:0]
-            seen |= set(at_end.tolist())
+            filled = tokens if target.shape == tokens.shape else target
+            found = (padding_of(filled, is_word=one) for one in (False, True))
+            behind = next((one for one in found if one is not None), None)
+            counted = target != given.get("ignore_index", -100)
+            counted = counted & behind if behind is not None else torch.zeros_like(counted)
+            seen |= set(target[counted].tolist())
             if len(seen) > 1:
                 break
             total += target.numel()
-            padded += int((at_end != given.get("ignore_index", -100)).sum())
+            padded += int((counted.sum(1) - 1).clamp_min(0).sum())  # the first may be the end of a text
         else:
             if total and padded > _LEAST_PADDED * total:
                 yield told("padding", root=root, share=padded / total, value=seen.pop(), tokens=total)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
-from anybatch.doctor.ask.source import scope_at, scripts, tree_of, walked
+from anybatch.doctor.ask.source import FUNCTIONS, scope_at, scripts, tree_of, walked
 from anybatch.doctor.ask.trials import Line, told
 from anybatch.doctor.crashing.usercode import called
 from anybatch.records.events import Forward, Loaded, Stepped
@@ -236,6 +236,8 @@ _RISES = re.compile(
 _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", re.IGNORECASE)
 _SCHEDULE = re.compile(r"sched|^lrs?$", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"opt(im|$)", re.IGNORECASE)
+_OPTIMIZES = re.compile(r"opt(im(izers?)?)?\w*$|scaler$", re.IGNORECASE)
+_ENOUGH_STEPS = 30  # in which a schedule would have been stepped, or read
 _PLACE = re.compile(r"^(start_?|last_?|cur(rent)?_?|global_?)?(epochs?|steps?|iter(ation)?s?)(_?idx)?$", re.IGNORECASE)
 _MOST_FILES = 64  # of a program
 _RISEN = 1.2  # times the rate of the state that was loaded
@@ -276,6 +278,61 @@ def _named(one: Plateau) -> str:
             given = [*node.args, *(word.value for word in node.keywords)]
             return ast.unparse(given[0]) if given else ""
     return ""
+
+
+def about_schedules(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a schedule is made and no line steps it, so that its optimizer stays at the first rate."""
+    driven = {one.optimizer for one in run.schedulers.values()}
+    for cls, number, (file, line) in reversed(kept.schedules.values()):  # one that is made of others comes last
+        steps = [one for one in run.of(Stepped) if one.optimizer == number() and one.optimizer not in driven]
+        if len(steps) < _ENOUGH_STEPS or len({one.lrs for one in steps}) > 1 or (tree := tree_of(file)) is None:
+            continue
+        loop = tree_of(steps[-1].file)
+        if loop is not None and is_left(beside(file, tree), loop, steps[-1].line, name := name_given(tree, line)):
+            seen: dict[str, Any] = {"cls": cls, "name": name or "scheduler", "steps": len(steps)}
+            yield told("unstepped", Line(file, line), rate=steps[0].lrs[0], optimizer=number(), **seen)
+            return
+
+
+def name_given(tree: ast.Module, line: int) -> str:
+    """The last name of what a statement assigns; empty for others."""
+    every = [one for one in walked(tree) if isinstance(one, ast.Assign) and len(one.targets) == 1]
+    target = next((one.targets[0] for one in every if one.lineno <= line <= (one.end_lineno or 0)), None)
+    return ast.unparse(target).rpartition(".")[2] if isinstance(target, ast.Name | ast.Attribute) else ""
+
+
+def is_left(trees: list[ast.Module], loop: ast.Module, line: int, name: str) -> bool:
+    """Whether the ``step`` of nothing but optimizers and scalers is read, and a schedule is given to no library.
+
+    Args:
+        trees: the files of a program.
+        loop: that of the line that steps an optimizer.
+        line: its number.
+        name: of the schedule.
+
+    Example:
+        >>> text = "sched = StepLR(opt, 9)\\nfor x in data:\\n  loss(x).backward()\\n  opt.step()\\n{}"
+        >>> trees = [ast.parse(text.format(one)) for one in ("", "  sched.step()", "trainer.on_epoch(sched)")]
+        >>> [is_left([one], one, 4, "sched") for one in trees]
+        [True, False, False]
+    """
+    every = [one for tree in trees for one in walked(tree)]
+    read = [one for one in every if isinstance(one, ast.Attribute) and one.attr == "step"]
+    own = {
+        ast.unparse(one.value)
+        for one in walked(loop)
+        if isinstance(one, ast.Attribute) and one.attr == "step" and one.lineno <= line <= (one.end_lineno or 0)
+    }
+    steps = [ast.unparse(one.value) for one in read]
+    if not own or not all(one in own or _OPTIMIZES.search(one) for one in steps):
+        return False
+    known = {one.name for one in every if isinstance(one, (*FUNCTIONS, ast.ClassDef))} | {"print", "isinstance"}
+    for one in every:
+        if isinstance(one, ast.Call) and called(one) not in known and not (called(one) or "").endswith("LR"):
+            given = [*one.args, *(each.value for each in one.keywords)]
+            if name and any(ast.unparse(each).rpartition(".")[2] == name for each in given):
+                return False
+    return True
 
 
 def about_own_states(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -182,6 +182,7 @@ class Kept:
         # by root and mode what a forward wrote to
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
         self.plateaus: dict[int, Plateau] = {}  # by the ``id`` of the scheduler
+        self.schedules: dict[int, Any] = {}  # made and not stepped: class, number of the optimizer, line
         self.own: list[Own] = []  # states that were loaded into the module that they belong to
         self.passed: list[Passed] = []  # states that went from one net to another within the training
         self.functions: list[Function] = []  # of the user's own, with what their forwards left
@@ -207,9 +208,7 @@ class Kept:
         wrap(torch.nn.Module, "load_state_dict", noting(guarded(self._loads)))
 
     def _valued(self, _: Any, scheduler: Any, value: Any = None, *args: Any) -> None:
-        known = self.plateaus.get(id(scheduler))
-        if known is None:
-            known = self.plateaus[id(scheduler)] = Plateau(scheduler.mode, *user_place(3))
+        known = self.plateaus.setdefault(id(scheduler), Plateau(scheduler.mode, *user_place(3)))
         if len(known.values) < _MOST_VALUES and value is not None:
             known.values.append(float(value))
             known.rates.append(float(scheduler.optimizer.param_groups[0]["lr"]))
@@ -287,8 +286,8 @@ class Kept:
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
             scaled = first.is_floating_point() and _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
-            seen = scaled, known, not first.is_floating_point(), grad, stds_of(first, _OF_A_PICTURE)
-            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen))
+            stds, seen = stds_of(first, _OF_A_PICTURE), (scaled, known, not first.is_floating_point(), grad)
+            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen, stds=stds))
 
     @unseen
     def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:

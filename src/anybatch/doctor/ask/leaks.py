@@ -55,8 +55,8 @@ def mixing(trial: Trial, run: Run, root: int) -> Probed:
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
-    is_sample = _rows_are_samples(run, inputs) or _numbers_places(first, guilty, trial, inputs)
-    evidence |= {"dim": inputs.dim, "row_is_sample": inputs.dim == 1 or is_sample, "square": is_square}
+    is_sample = _rows_are_samples(run, inputs, root) or _numbers_places(first, guilty, trial, inputs)
+    evidence |= {"dim": inputs.dim, "dim_is_batch": inputs.dim == 1 or is_sample, "equal_sizes": is_square}
     reason = _may_be_meant(trial, op, inputs, is_sample)
     if not reason and trial.gives_loss and op in _MOVING:
         reason = "a loss may compare rows with one another"
@@ -183,8 +183,14 @@ def _time_first(trial: Trial, inputs: Inputs) -> str:
     return found[0] if found else ""
 
 
-def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
-    """Whether the run shows that dim 0 numbers samples: a loader made it, or there is one target for each row."""
+def _rows_are_samples(run: Run, inputs: Inputs, root: int) -> bool:
+    """Whether the run shows that dim 0 numbers samples: a loader made it, or there is one target for each row.
+
+    Where targets are the next tokens, the dim along which they are is the time.
+    """
+    ahead = [one for one in run.of(LossCall) if one.root == root and one.shift]
+    if ahead:
+        return not any(one.time_first for one in ahead)
     rows = {one.rows for one in run.of(Forward)}
     if _from_loader(run):
         return True

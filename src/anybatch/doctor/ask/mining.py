@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import Step, asks, following, said, total
+from anybatch.doctor.ask.steps import Step, asks, following, replayed, said, slots_of, total
 from anybatch.doctor.ask.tape import Operation, Replay, Slot
 from anybatch.records.lossfacts import Probed
 
@@ -17,6 +17,7 @@ _FILLER = 1e4  # what is put in the place of pairs that are not to be picked is 
 _ASLEEP, _AWAKE = 0.05, 0.3  # of the entries of a hinge that are not 0
 _NEAREST = {"min": -1, "amin": -1, "max": 1, "amax": 1, "topk": 1, "kthvalue": -1, "cross_entropy": 1}
 _SAME = 1e-5  # the same of what is computed twice
+_NO_OTHER, _SHRUNK = 0.01, 0.2  # a share of the loss, and of how far rows are from their mean with the first weights
 _NOTHING = 1e-3  # of a slope: rounding
 _EVEN = 1e-3
 """A share of the spread of a matrix by which the entries of its diagonal may differ, as distances near zero do."""
@@ -36,6 +37,28 @@ def _is_felt(step: Step, operation: Operation) -> bool:
         return True
     picked, whole = step.slopes(operation.outs[0], operation.given[0])
     return picked is not None and whole is not None and float(picked.abs().max()) > _NOTHING * float(whole.abs().max())
+
+
+@asks("one point", of_rows=False)
+def one_point(step: Step) -> Iterator[Probed]:
+    """Whether a loss of all pairs of rows is no other one where what the net gives is the mean for every row."""
+    rows, weights = step.rows, step.parameters.keys()
+    for made in reversed(step.operations):
+        points = step.values[made.outs[0]] if len(made.outs) == 1 and made.outs[0] in step.needed else torch.empty(0)
+        if points.dim() != 2 or len(points) != rows or not points.requires_grad or points.shape[1] in (1, rows):
+            continue
+        if slots_of(step.tape, step.loss, but=[made]) & weights:
+            break  # what lies before it is given to more than one
+        of_pairs = [one for one in step.operations if step.values[one.outs[0]].shape[:2] == (rows, rows)
+                    and one.outs[0] in step.made_with(made.outs[0])]  # fmt: skip
+        if of_pairs:
+            middle = points.detach().mean(0).expand_as(points).clone()
+            alike = total(step.with_other(made, lambda *_, **__: middle), step.loss)  # noqa: B023 - used at once
+            first = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape)).values[made.outs[0]]
+            spread, before = (float((one.detach() - one.detach().mean(0)).norm()) for one in (points, first))
+            if abs(alike - step.own) < _NO_OTHER * abs(step.own) and spread < _SHRUNK * before:
+                yield said(of_pairs[0], rows=rows, loss=step.own, alike=alike)
+            break
 
 
 @asks("easiest")

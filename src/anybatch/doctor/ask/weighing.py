@@ -25,6 +25,7 @@ _OF_DISTRIBUTIONS = DISTANCES | {"kl_div", "cross_entropy", "binary_cross_entrop
 _COMPARING = frozenset({"ge", "gt", "le", "lt"})
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
 _PUT_BEFORE = 2  # tokens: a class, and a separator
+_RARE, _PAIRS = 0.1, 0.2  # of the words, for one that is padding as well, and of those for two in a row
 _MOSTLY = 0.9  # of the tokens: some padding is a token, too
 _SCORED = re.compile(r"log_?p|\blps?\b|(?<![a-z])ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
@@ -253,15 +254,25 @@ def _ends_of(given: torch.Tensor) -> torch.Tensor | None:
     return behind if bool((behind.sum(1) > 1).any()) and not bool(behind.all()) else None
 
 
-def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
-    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``."""
+def padding_of(tokens: torch.Tensor, *, is_word: bool = False) -> torch.Tensor | None:
+    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``.
+
+    With ``is_word`` it may stand elsewhere, but rarely and mostly alone: what repeats at the ends of rows of real data
+    repeats within them as well.
+    """
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape[1] < 3:
         return None
     same = tokens == tokens[:, -1].mode().values
     behind = same.flip(1).long().cumprod(1).flip(1).bool()
     lengths = behind.sum(1)
-    is_padding = not bool((same & ~behind).any() or behind.all(1).any()) and len(lengths.unique()) > 2
-    return behind if is_padding else None
+    inside = same & ~behind
+    if is_word:
+        alone, pairs = int(inside.sum()), int((inside[:, 1:] & inside[:, :-1]).sum())
+        is_rare = alone < _RARE * int((~behind).sum()) and pairs <= _PAIRS * alone
+        elsewhere = not is_rare or int(lengths.min()) > 1 or float((lengths > 2).double().mean()) < 0.5
+    else:
+        elsewhere = bool(inside.any())
+    return behind if not elsewhere and not behind.all(1).any() and len(lengths.unique()) > 2 else None
 
 
 @asks("rewarded", of_rows=False)

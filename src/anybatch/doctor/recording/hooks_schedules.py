@@ -26,9 +26,9 @@ _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 
 
 class ScheduleHooks:
-    """Wraps the ``step`` of all schedulers."""
+    """Wraps the ``step`` of all schedulers; ``unstepped`` has those that were made, by their ``id``."""
 
-    def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
+    def __init__(self, recording: Recording, optimizers: OptimizerHooks, unstepped: dict[int, Any]) -> None:
         self._recording, self._optimizers = recording, optimizers
         self._wrapped = recording.around(
             lambda scheduler, *_: rates_of(getattr(scheduler, "optimizer", None)), self._ended, "updates",
@@ -36,7 +36,7 @@ class ScheduleHooks:
             outermost=Depth(),
         )  # fmt: skip
         self._counts: dict[int, int] = {}
-        self._made: dict[int, tuple[str, int]] = {}
+        self._made: dict[int, tuple[str, Callable[[], int], tuple[str, int]]] = unstepped
         self._classes: set[type] = set()
 
     def attach(self) -> None:
@@ -51,17 +51,19 @@ class ScheduleHooks:
             self._classes.add(cls)
             self._recording.patches.wrap(cls, "step", self._wrapped)
 
-    def _was_made(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def _was_made(self, scheduler: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         for cls in type(scheduler).__mro__:
             if issubclass(cls, lr_scheduler.LRScheduler):
                 self._follow(cls)
-        self._made[id(scheduler)] = user_place(2)
+        number = self._recording.numbering.number_of_optimizer(itself(optimizer))
+        self._made[id(scheduler)] = type(scheduler).__name__, number, user_place(2)
 
     def _ended(self, scheduler: Any, before: tuple[float, ...], _: Any) -> None:
         recording, optimizer = self._recording, itself(getattr(scheduler, "optimizer", None))
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
-        number = recording.numbering.scheduler(scheduler, place=self._made.pop(id(scheduler), None))
+        _, _, place = self._made.pop(id(scheduler), (None, None, None))
+        number = recording.numbering.scheduler(scheduler, place=place)
         count = self._counts.get(number, 0)
         self._counts[number] = count + 1
         recording.note(Scheduled, (number,), (count, before, rates_of(optimizer)), ("scheduler",))

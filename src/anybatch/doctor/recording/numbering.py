@@ -443,6 +443,16 @@ class Numbering:
         known = self._optimizers.get(id(optimizer))
         return known[1] if known is not None and known[0]() is optimizer else -1
 
+    def number_of_optimizer(self, optimizer: Any) -> Callable[[], int]:
+        """Gives its number, -1 if it was not seen; also when it is gone."""
+        key, reference = id(optimizer), weakref.ref(optimizer)
+
+        def number() -> int:
+            known = self._optimizers.get(key)
+            return known[1] if known is not None and known[0]() is reference() else -1
+
+        return number
+
     def optimizer_table(self, number: int) -> OptimizerFacts:
         """What was recorded of an optimizer last."""
         return self._optimizer_facts[number]

@@ -63,11 +63,29 @@ def _entered(run: Run, dims: int) -> list[list[InputSample]]:
         inner = bool(calls) and calls[0] != one.root  # a critic, a head of its own
         if one.mean is not None and one.std is not None and len(one.shape) >= dims and one.finite and not inner:
             found.setdefault((one.root, one.name), []).append(one)
+    fit: dict[int, set[int]] = {}  # for roots of which an input fits the first layer, how many rows such inputs have
+    for (root, _), samples in found.items():
+        if (rows := _rows_of(run, samples[0])) is not None:
+            fit.setdefault(root, set()).add(rows)
     return [
         samples
-        for samples in found.values()
-        if not samples[0].first.startswith(_NORMS) and not _standardised(run, samples[0])
-    ]
+        for (root, _), samples in found.items()
+        if not samples[0].first.startswith(_NORMS)
+        and not _standardised(run, samples[0])
+        and (root not in fit or samples[0].shape[0] in fit[root] or _rows_of(run, samples[0]) is not None)
+    ]  # the others are targets, such as the boxes of each picture
+
+
+def _rows_of(run: Run, one: InputSample) -> int | None:
+    """The rows of an input that the first layer of its root could be given as it is, 0 for one sample."""
+    root = run.roots.get(one.root)
+    first = next((each for each in root.modules if each.cls == one.first), None) if root is not None else None
+    if first is None:
+        return None
+    dims = next((int(each) for each in first.cls if each.isdigit()), 0) if "in_channels" in first.options else 0
+    wanted = first.options.get("in_channels" if dims else "in_features", -1)
+    fits = len(one.shape) > dims and one.shape[-dims - 1] == wanted and (not dims or len(one.shape) <= dims + 2)
+    return (one.shape[0] if len(one.shape) > dims + 1 else 0) if fits else None
 
 
 def _standardised(run: Run, one: InputSample) -> bool:

@@ -151,18 +151,25 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
 
 
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
-    """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used."""
+    """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used.
+
+    Where another part touches what that optimizer has and what it has not, optimizers take turns on one loss.
+    """
     every, passed = members(run), by_event(run)
     open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
+    beside: dict[int, list[frozenset[int]]] = {}  # all parts of a loss, by its backward
     for one in run.facts:
         if isinstance(one, Backward):
             found, (walk, _) = passed.get(id(one)), walked(run).get(one.at, (Walk(), one))
-            parts = [frozenset(term) for term in walk.terms or (walk.reached,) if term]
+            parts = beside[one.at] = [frozenset(term) for term in walk.terms or (walk.reached,) if term]
             if found is not None:  # one of autograd.grad gives .grad nothing, and its graph is its own
                 open_parts += [(found, part, None) for part in parts if found.touched is None or part & found.touched]
         elif isinstance(one, Stepped):
             own = every.get(one.optimizer, frozenset())
-            open_parts = [(found, part, step or one) for found, part, step in open_parts if not part & own]
+            shared = {at for at, parts in beside.items() if any(part & own and part - own for part in parts)}
+            open_parts = [(found, part, step or one) for found, part, step in open_parts
+                          if not part & own and (step or found.fact.at not in shared)]  # fmt: skip
+            beside.clear()
         elif isinstance(one, Cleared):
             gone = every.get(one.number, frozenset()) if one.by == "optimizer" else None
             for found, part, step in open_parts:

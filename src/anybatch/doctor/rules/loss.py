@@ -167,7 +167,7 @@ def _is_squashed(calls: list[LossCall]) -> bool:
     return len(lows) >= 5 and min(lows) > 0 and max(highs) < 1 and max(highs) - min(lows) > 1e-3
 
 
-@rule("AB602", "LOSS_BROADCAST", "error", explains=(*LEARNS_NOTHING, "LR_TOO_LOW", "VANISHING", "LABEL_MISALIGNED"))
+@rule("AB602", "LOSS_BROADCAST", "error", explains=(*LEARNS_NOTHING, "LR_TOO_LOW", "VANISHING", "LABELS_UNRELATED"))
 def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of something else")) -> Iterator[Found]:
     """Losses whose result is larger than both of its arguments, or has each target for each row of predictions."""
     for calls in by_line(run).values():

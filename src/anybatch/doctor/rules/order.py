@@ -65,7 +65,7 @@ def _kept_by_hand(run: Run) -> Iterator[Found]:
         cause="backward() adds to .grad; without clearing, each step uses the sum of all gradients so far.",
         since=back,
         parameters=kept,
-        evidence={"kept": len(kept), "looks": len(looks)},
+        evidence={"not_cleared": len(kept), "updates": len(looks)},
     )
 
 
@@ -88,7 +88,7 @@ def _not_cleared(run: Run, one: OptimizerView, row: list[tuple[Stepped, Pass]], 
         step=row[2][0].number,
         parameters=kept,
         optimizer=one.number,
-        evidence={"kept": len(kept), "of": len(reached), "steps": len(row)},
+        evidence={"not_cleared": len(kept), "of": len(reached), "steps": len(row)},
         severity="" if whole else "warning",
     )
 

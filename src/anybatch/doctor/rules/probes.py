@@ -42,7 +42,7 @@ _LEAKS = {
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in run.answers("batch"):
-        if probed.evidence.get("square") and outcome(run).word != "not learning":
+        if probed.evidence.get("equal_sizes") and outcome(run).word != "not learning":
             continue  # a loader may put the time first
         where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
         fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
@@ -61,9 +61,9 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     """Whether dim 0 is no batch: time comes first, a graph with its edges, or one output for all rows."""
     root = probed.root
     modules = run.roots[root].modules if root in run.roots else ()
-    if probed.evidence.get("dim") == 1 or probed.evidence.get("square"):
+    if probed.evidence.get("dim") == 1 or probed.evidence.get("equal_sizes"):
         return False
-    if not probed.evidence.get("row_is_sample") and any(
+    if not probed.evidence.get("dim_is_batch") and any(
         one.options.get("batch_first") is False for one in modules if one.kind in ("recurrent", "attention")
     ):
         return True

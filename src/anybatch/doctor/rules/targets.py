@@ -10,7 +10,7 @@ from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, listed, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, carries_over, outcome
+from anybatch.doctor.views.outcomes import ACCURACIES, ENOUGH_STEPS, ENOUGH_TARGETS, OF_CLASSES, carries_over, outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed, Walk
@@ -253,6 +253,10 @@ _SHARES = frozenset({"iou", "miou", "dice", "jaccard"})
 _LOSSES = frozenset(
     {"loss", "error", "err", "neg", "negative", "diff", "delta", "gain", "change", "drop", "improvement", "vs", "log"}
 )
+_MEANT_TO_BE_LOW = frozenset(
+    {"adv", "adversarial", "robust", "attack", "attacked", "fgsm", "pgd", "eps", "epsilon", "noise", "forget", "task",
+     "domain", "target", "old", "exact", "diff", "delta", "gain", "drop", "change", "vs", "poison", "trigger"}
+)  # fmt: skip
 _LATE = 3  # values, of which -1 stands for what was not measured yet
 
 
@@ -316,6 +320,40 @@ def _no_shares(run: Run) -> Iterator[Found]:
             where=(one.file, one.line),
             evidence={"label": one.label, "value": one.values[-1], "lowest": min(one.values)},
         )
+
+
+@rule("AB684", "METRIC_BELOW_CHANCE", "warning", needs=(LossCall,))
+def metric_below_chance(
+    run: Run, *, right: float = Limit(0.7, "the mean probability of what is right, as the loss at the end has it"),
+    below: float = Limit(0.5, "of what guessing gives, at most, in all that was printed"),
+    times: float = Limit(3, "printed after so many different numbers of steps"),
+) -> Iterator[Found]:  # fmt: skip
+    """Accuracies that a script prints and that stay far below guessing, while its loss is that of one that is right.
+
+    Only of losses with one target for each row: of sequences, whole ones may be meant.
+    """
+    call = next((one for one in reversed(list(run.of(LossCall))) if one.function in OF_CLASSES), None)
+    rows = next((one.rows for one in reversed(list(run.of(Forward))) if one.grad), -1)
+    if call is None or call.reduction != "mean" or call.items != rows or call.value is None:
+        return
+    likely, chance = math.exp(-abs(call.value)), 1 / max(call.classes, 2)
+    for one in run.of(Printed) if likely > right else ():
+        words = set(re.findall("[a-z]+", one.label.lower()))
+        best, seen = max(one.values), {step for step in one.steps if step > 0}
+        if not words & ACCURACIES or words & _MEANT_TO_BE_LOW or len(seen) < times or min(one.values) < 0:
+            continue
+        if best < below * chance:
+            yield Found(
+                text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, {best:.4g} at most, and who guesses '
+                f"is right {chance:.0%} of the time. The loss ends at {call.value:.3g}, as that of a model that is "
+                f"right {likely:.0%} of the time: what is counted is wrong, rather than the model.",
+                fix="correct += (prediction == y).sum().item(); total += len(y)  # and correct / total at the end",
+                cause="What is right in one batch is divided by the size of the whole set, or predictions and targets "
+                "have other numbers or shapes where they are compared.",
+                since=next(run.of(Backward), 0),
+                where=(one.file, one.line),
+                evidence={"label": one.label, "value": one.values[-1], "highest": best, "loss": call.value},
+            )
 
 
 @rule("AB663", "LABELS_RENUMBERED", "warning", explains=("TARGET_GIVEN",), needs=(Evaluated,))

@@ -198,11 +198,8 @@ def opt_param_missing(
         if step is None or not _with_optimized(run, numbers, shared):
             continue
         meant, share = _meant(run, numbers), _numbers(run, numbers)
-        names, code, optimizer = (
-            names_of(run, numbers),
-            parameters_code(run, numbers),
-            OptimizerView(run, step.optimizer),
-        )
+        names, optimizer = names_of(run, numbers), OptimizerView(run, step.optimizer)
+        code = parameters_code(run, numbers, str(optimizer))
         frozen = f"{code.removesuffix('.parameters()')}.requires_grad_(False)"
         if code.startswith("["):
             frozen = "p.requires_grad_(False) for each of them"

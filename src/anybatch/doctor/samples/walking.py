@@ -226,6 +226,7 @@ _BY_ENTRY = ADDITIONS | SCALING | nodes_of(
     *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
     *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
 )  # fmt: skip
+_LINEAR = nodes_of("Addmm", "Mm")
 _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
     "ReluBackward0": "relu", "TanhBackward0": "tanh", "LogSigmoidBackward0": "logsigmoid",
@@ -368,14 +369,19 @@ def _has_pairs(start: Any) -> bool:
     return False
 
 
+def _is_leaf(kind: Any) -> bool:
+    return bool(sort_of(kind)[0])
+
+
 def _is_column(node: Any, rows: int) -> bool:
     """Whether it is what a linear layer gives, one number for each row; the model may have been called again since."""
     for _ in range(_MOST_PRODUCTS):
         real = [after for after in following(node) if after is not None]
-        if node.name() == "AddmmBackward0" or len(real) != 1 or node.name() not in (*_BY_ENTRY, *MOVING):
+        real = [after for after in real if len(real) == 1 or not _is_leaf(type(after))]  # a bias is added to a product
+        if node.name() in _LINEAR or len(real) != 1 or node.name() not in (*_BY_ENTRY, *MOVING):
             break
         node = real[0]
-    return node.name() == "AddmmBackward0" and shape_of(node) == (rows, 1)
+    return node.name() in _LINEAR and shape_of(node) == (rows, 1)
 
 
 def averaged(start: Any, scored: Mapping[Any, tuple[int, ...]]) -> tuple[int, ...]:

@@ -138,43 +138,57 @@ def shared_path(names: Iterable[str]) -> str:
     return ".".join(shared)
 
 
-def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
-    """The fewest modules, by root and name, that hold some parameters and no other trainable ones, in their order."""
+def parameters_code(run: Run, numbers: Iterable[int], optimizer: str = "optimizer", limit: int = 4) -> str:
+    """An expression for parameters that an optimizer lacks, which can be given to it as it stands.
+
+    By whole modules where nothing else is in them, else by name: ``model.head.parameters()``,
+    ``[*model.a.parameters(), model.scale]``. Many of them are those of the model that the optimizer has not.
+    """
     wanted = {number for number in numbers if number in run.parameters}
-    owners: dict[tuple[int, str], set[int]] = {}
-
-    def around(one: ParameterFacts) -> list[tuple[int, str]]:
-        parts = one.module.split(".") if one.module else []
-        return [(one.root, ".".join(parts[:depth])) for depth in range(len(parts) + 1)]
-
-    for number, one in run.parameters.items():
-        for key in around(one) if one.requires_grad and one.root >= 0 else ():
-            owners.setdefault(key, set()).add(number)
-    found: list[tuple[int, str]] = []
+    owners = _by_module(run, wanted)
+    parts: list[str] = []
     left = set(wanted)
     for number in sorted(wanted):
         if number not in left:
             continue
         one = run.parameters[number]
-        same = {other for other in left if run.parameters[other].module == one.module}
-        whole = next((key for key in around(one) if owners.get(key) and owners[key] <= wanted), None)
-        found.append(whole or (one.root, one.module))
-        left -= owners[whole] if whole else same
+        whole = next((key for key in _around(one.root, one.module) if owners.get(key, {-1}) <= left), None)
+        last = one.name.rpartition(".")[2]
+        path = f"{one.module}.{last}" if one.module else last
+        parts.append(f"*{module_code(run, *whole)}.parameters()" if whole else module_code(run, one.root, path))
+        left -= owners[whole] if whole else {number}
+    roots = {run.parameters[number].root for number in wanted}
+    if len(parts) > limit and len(roots) == 1 and len(run.optimizers) == 1:
+        every = f"{root_variable(run, roots.pop())}.parameters()"
+        held = f'all(p is not q for group in {optimizer}.param_groups for q in group["params"])'
+        return f"[p for p in {every} if p.requires_grad and {held}]"
+    if len(parts) == 1 and parts[0].startswith("*"):
+        return parts[0][1:]
+    return f"[{', '.join(parts)}]" if parts else "model.parameters()"
+
+
+def _around(root: int, module: str) -> list[tuple[int, str]]:
+    """A root and the modules that a module lies in, itself last."""
+    names = module.split(".") if module else []
+    return [(root, ".".join(names[:depth])) for depth in range(len(names) + 1)]
+
+
+def _by_module(run: Run, wanted: set[int]) -> dict[tuple[int, str], set[int]]:
+    """What each module has, with all that is below it, of parameters that are wanted, trainable or in an optimizer."""
+    held = {number for one in run.optimizers.values() for group in one.groups for number in group.parameters}
+    wide = wanted | held | {number for number, one in run.parameters.items() if one.requires_grad}
+    found: dict[tuple[int, str], set[int]] = {}
+    places = [(number, one.root, one.module) for number, one in run.parameters.items() if one.root >= 0]
+    places += [  # one that is tied is in several
+        (number, root.root, module.name)
+        for root in run.roots.values()
+        for module in root.modules
+        for number in module.parameters
+    ]
+    for number, root, module in places:
+        for key in _around(root, module) if number in wide else ():
+            found.setdefault(key, set()).add(number)
     return found
-
-
-def parameters_code(run: Run, numbers: Iterable[int], limit: int = 4) -> str:
-    """An expression for a list of parameters, by whole modules where they are whole.
-
-    Such as ``model.head.parameters()`` or ``[*model.a.parameters(), *model.b.parameters()]``.
-    """
-    modules = modules_covered(run, numbers)
-    parts = [f"{module_code(run, root, name)}.parameters()" for root, name in modules[:limit]]
-    if not parts:
-        return "model.parameters()"
-    if len(parts) == 1:
-        return parts[0]
-    return f"[{', '.join('*' + part for part in parts)}{', ...' if len(modules) > limit else ''}]"
 
 
 def module_facts(run: Run, parameter: ParameterFacts) -> ModuleFacts | None:
