@@ -497,19 +497,15 @@ def test_a_loss_over_tokens_gets_the_count_that_its_step_needs(folder: Path) -> 
 
 
 def test_of_two_counts_the_one_that_the_loss_shifts_by_is_written_with_a_comment(folder: Path) -> None:
-    masked = TOKENS.replace(
-        "        optimizer.zero_grad()\n", "        labels[:, :2] = -100\n        optimizer.zero_grad()\n"
+    text = TOKENS.replace(
+        "        optimizer.zero_grad()", "        labels[:, :2] = -100\n        optimizer.zero_grad()"
     )
-    text = masked.replace("model(tokens)", "model(tokens)[:, :-1]").replace(
-        "labels.flatten()", "labels[:, 1:].flatten()"
-    )
+    text = text.replace("model(tokens)", "model(tokens)[:, :-1]").replace("labels.flatten()", "labels[:, 1:].flatten()")
     (folder / "loop.py").write_text(text, encoding="utf-8")
-    done = run("loop.py", "--memory", "200KiB", "--patch", "change.diff")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert run("loop.py", "--memory", "200KiB", "--patch", "change.diff").returncode == 0
     change = Path("change.diff").read_text(encoding="utf-8")
-    assert 'count=anybatch.count_tokens("' in change
-    assert "shift=1)" in change
-    assert "+    # count= is what the loss divides by; on this batch anybatch.count_tokens(" in change
+    assert ", shift=1)" in change
+    assert "# count= is what the loss divides by; on this batch anybatch.count_tokens(" in change
     assert changed_prints(folder, "change.diff") == pytest.approx(prints(folder), rel=1e-5)
 
 
