@@ -142,6 +142,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "unseen errors": {"share": 0.6, "rows": 32, "shape": [32, 4], "turned": 28, "boxes": True},
     "batch before time": {"rows": 32, "shape": [32, 32, 9]},
     "one point": {"rows": 96, "loss": 0.5, "alike": 0.5},
+    "one-way edges": {"edges": 9000, "nodes": 2400},
     "targets at odds": {"op": "kl_div", "rows": 128, "agree": 0.12, "chance": 0.1, "sure": 0.43},
     "one for two": {"op": "nll_loss", "rows": 64, "differ": 0.875, "first": 49},
     "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},

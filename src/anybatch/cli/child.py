@@ -149,7 +149,6 @@ class Answer:
 
 def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import AnyBatchError
-    from anybatch.records.plans import Plan
 
     answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
@@ -160,7 +159,7 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         if question["verb"] == "check":
             return _with_others(facts, found)
         if facts.get("refusal") and (counted := found.counted(facts["refusal"])) is not None:
-            still, unproved = _proved(Plan.from_dict(facts["plan"]), counted, question)
+            still, unproved = _proved(facts["proved"], counted, question)
             facts |= {"refusal": facts["refusal"] if still else "", "unproved": unproved}
         if facts.get("unproved") and not facts.get("refusal"):
             facts["refusal"] = f"that they have the whole batch's gradient is not proved: {facts['unproved']}"
@@ -211,6 +210,7 @@ def _or_whole(call: interception.Call, question: Mapping[str, Any], facts: dict[
 
 def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str = "") -> dict[str, Any]:
     from anybatch.errors import DoesNotFit
+    from anybatch.planning.splitproof import split_of
 
     options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
     options |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
@@ -221,8 +221,11 @@ def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str 
         made = plans(call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options)
     except DoesNotFit as error:
         needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
-        return {"status": "too-large", "error": str(error), "refusal": refusal, **needs}
-    still, unproved = (refusal, "") if refusal or question.get("ranks") else _proved(made, call, question)
+        size = 0.0 if refusal or question.get("ranks") else _half_of(call, question, memory, options)
+        still = refusal or _proved(size, call, question)[0]
+        return {"status": "too-large", "error": str(error), "refusal": still, "proved": size, **needs}
+    size = 0.0 if refusal or question.get("ranks") else split_of(made, call.loss_fn)
+    still, unproved = (refusal, "") if refusal else _proved(size, call, question)
     facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
@@ -231,20 +234,32 @@ def _planned(call: interception.Call, question: Mapping[str, Any], refusal: str 
         "obstacle": _obstacle(made, call, options),
         "refusal": still,
         "unproved": unproved,
+        "proved": size,
     }
     return {"status": "planned", "plan": made.to_dict(), "is_whole": bool(refusal), **facts}
 
 
-def _proved(made: Any, call: interception.Call, question: Mapping[str, Any]) -> tuple[str, str]:
-    """Why the step does not take the micro-batches of its plan, or why that shows in the run only."""
-    if call.options.get("verify") != "first" or made.chosen.micro_batches == 1:
+def _half_of(call: interception.Call, question: Mapping[str, Any], memory: Any, options: Mapping[str, Any]) -> float:
+    """The size of micro-batches to prove where none fit; 0 where the batch is not split."""
+    if call.options.get("verify") != "first":
+        return 0.0
+    from anybatch.planning.entrance import subject_of
+    from anybatch.planning.splitproof import half_of
+
+    given = {"model": call.model, "loss_fn": call.loss_fn, "memory": memory, **options}
+    return half_of(subject_of(call.batch, question["device"], **given)[0])
+
+
+def _proved(size: float, call: interception.Call, question: Mapping[str, Any]) -> tuple[str, str]:
+    """Why the step does not take micro-batches of a size, or why that shows in the run only."""
+    if call.options.get("verify") != "first" or not size:
         return "", ""
     from anybatch.backpropagation import prove
     from anybatch.errors import NotSplittable
 
     if any(one.is_meta for one in call.model.parameters()):
         return "", ""
-    given = {**call.options, "micro_batch_size": made.micro_batch_size}
+    given = {**call.options, "micro_batch_size": size}
     given |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
     options = {name: value for name, value in given.items() if name in _CHECKED_OPTIONS}
     try:
@@ -275,7 +290,7 @@ def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:
     if question.get("ranks") is None:
         from anybatch.planning.entrance import plan
 
-        return plan
+        return partial(plan, verify="off")  # which is proved apart, with each count that may be meant
     from anybatch.planning.rankplanner import plan_over_ranks
 
     return partial(plan_over_ranks, ranks=question["ranks"], shard=question["shard"])

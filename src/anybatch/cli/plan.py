@@ -226,21 +226,22 @@ def _use_of(
 ) -> str:
     """How to run what was planned."""
     verb = "TrainStep" if facts["updates"] else "backward"
+    count = f", count={facts['count']}" if facts.get("count") else ""
     adapter = _THROUGH.get(facts.get("library", ""), "")
     if saved is not None and not adapter:
-        return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"))'
+        return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{saved}"){count})'
     is_whole = bool(facts.get("refusal")) and not adapter  # with a budget the step would look at the split again
     if (is_whole or not facts["updates"]) and plan.chosen.optimizations:
         return f'save it with --json plan.json, then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))'
     if is_whole:
         return f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
     if not facts["updates"]:
-        return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
+        return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g}{count})"
     if memory is None and facts["plans_itself"]:
         return f"run the script: its {adapter or 'TrainStep'} makes the plan"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
     norm = f', batch_norm="{batch_norm}"' if batch_norm else ""
-    return f"{adapter or 'anybatch.TrainStep'}(..., memory={wish}{norm})"
+    return f"{adapter or 'anybatch.TrainStep'}(..., memory={wish}{norm}{count})"
 
 
 def _end_too_large(facts: dict[str, Any], script: str, outputs: Outputs) -> NoReturn:

@@ -286,7 +286,8 @@ class FoundStep:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         found = {"found": self.at, "batch": self._step.batch_text, "other_backwards": self.other_backwards}
-        return facts | changed | found | {"trouble": self._trouble}
+        count = "" if facts.get("refusal") else self._count  # of the call to write where no lines can be
+        return facts | changed | found | {"trouble": self._trouble, "count": count}
 
 
 def _generators(names: Mapping[str, Any]) -> list[str]:

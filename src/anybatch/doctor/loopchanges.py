@@ -61,9 +61,14 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
     ]
     if isinstance(step.loss, ast.Name) and step.loss.id in _outside(step):
         after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
+    reads, loss = _loss_reads(step), _free(taken, "loss")
+    if reads:
+        after.append(f"{loss} = torch.tensor({result}.loss)")
     lines = [f"{result} = {call}" if after else call, *after]
     try:
-        return step.source.edit(_edits(step, update, text, lines))
+        return step.source.edit(
+            [*_edits(step, update, text, lines), *(step.source.replaced(one, loss) for one in reads)]
+        )
     except UnclearEdit as error:
         raise StepUnclear(
             f"the lines before {step.where(step.back)} can't be changed in one way only: {error}"
@@ -110,6 +115,26 @@ def _outside(step: LoopStep) -> set[str]:
     if isinstance(inner, LOOPS):
         near |= inputs_of(inner.orelse) | inputs_of(_after(step, inner))
     return stored(step.forward) & (near | _read_by_functions(scope))
+
+
+def _loss_reads(step: LoopStep) -> list[ast.Attribute]:
+    """Where a loop reads its loss as ``outputs.loss``, and nothing else of the ``outputs`` that a forward gave."""
+    name = _home_of_loss(step.loss)
+    scope = step.source.scope(step.back)
+    inner = step.loops[0] if step.loops else scope
+    here = _from_here(step, inner)
+    later = inputs_of([*inner.orelse, *_after(step, inner)]) if isinstance(inner, LOOPS) else set[str]()
+    if name not in names_in(step.forward, ast.Store) - stored(here) - later - _read_by_functions(scope):
+        return []
+    names = {id(one) for one in nodes_in(here, ast.Name) if one.id == name}
+    reads = {id(one.value): one for one in nodes_in(here, ast.Attribute) if _home_of_loss(one) == name}
+    same = all(ast.dump(one) == ast.dump(step.loss) for one in reads.values())
+    return list(reads.values()) if same and reads.keys() == names else []
+
+
+def _home_of_loss(loss: ast.expr) -> str:
+    """The name that a loss such as ``outputs.loss`` is an attribute of; empty for none."""
+    return loss.value.id if isinstance(loss, ast.Attribute) and isinstance(loss.value, ast.Name) else ""
 
 
 def _read_by_functions(scope: ast.AST) -> set[str]:
@@ -213,6 +238,7 @@ def results_of(step: LoopStep, counted: Counted | None = None) -> dict[str, str]
     for name in sorted(_outside(step)):
         value: Any = step.names.get(name)
         is_loss = isinstance(step.loss, ast.Name) and name == step.loss.id
+        is_loss = is_loss or (bool(reads := _loss_reads(step)) and name == _home_of_loss(reads[0]))
         is_term = not is_loss and bool(step.rows_text) and _means_of(value) is not None
         if (is_loss or is_term) and not isinstance(step.names.get("torch"), type(torch)):
             raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")

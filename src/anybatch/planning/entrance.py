@@ -1,22 +1,23 @@
 """``anybatch.plan``: a plan for a model, a loss and a batch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.batch.counting import count_samples
-from anybatch.errors import BatchError, LossError
+from anybatch.errors import BatchError, DoesNotFit, LossError
 from anybatch.interception import unobserved
 from anybatch.loss.coupling import Coupled
-from anybatch.loss.losses import LossFunction
+from anybatch.loss.losses import InPieces, LossFunction
 from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count
-from anybatch.options import BatchNormPolicy, Options, refuse_parts
+from anybatch.options import BatchNormPolicy, Options, Verify, refuse_parts
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
 from anybatch.planning.planner import OPTIMIZATIONS, Planner
+from anybatch.planning.splitproof import half_of, refusal_of, split_of
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
@@ -46,11 +47,13 @@ def plan(
     accumulate: AccumulatePolicy = "auto",
     blocks: Sequence[str] = (),
     allow: Sequence[str] = OPTIMIZATIONS,
+    verify: Verify = "first",
 ) -> Plan:
     """Finds the fastest configuration of a step that fits in a memory budget, without changing the model.
 
     The step is traced on fake tensors, which take no memory. Where the user's code can't run on them, a few samples run
-    for real. Times are measured if the model is on the device that is planned for.
+    for real. Times are measured if the model is on the device that is planned for. There a split is proved, too, as
+    ``anybatch.backward`` does; where the step would refuse it the plan is of the whole batch.
 
     Args:
         model: on the device, or on ``meta``.
@@ -76,6 +79,7 @@ def plan(
             ``Sequential``.
         allow: the memory optimizations that may be used: ``"recompute"``, ``"offload"`` and ``"loss_chunks"``; also
             ``"bfloat16"`` and ``"float16"``, which change the results.
+        verify: see ``anybatch.backward``; ``"off"`` and ``"warn"`` plan splits that a step would refuse.
 
     Returns:
         The plan, for ``TrainStep(plan=...)``.
@@ -103,7 +107,30 @@ def plan(
         collate=collate, cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate,
         optimizer=optimizer, clip_norm=clip_norm, blocks=blocks,
     )  # fmt: skip
-    return plan_of(subject, target, memory, allow)
+    is_proved = verify != "off" and target.is_present and not any(one.is_meta for one in subject.parameters)
+    is_proved = is_proved and not isinstance(subject.loss_fn, InPieces)  # whose pieces a step proves as they are then
+    return _proved(subject, target, memory, allow, verify) if is_proved else plan_of(subject, target, memory, allow)
+
+
+def _proved(subject: Subject, target: Target, memory: Any, allow: Sequence[str], verify: Verify) -> Plan:
+    """The plan of a subject; of its whole batch where a step would refuse micro-batches."""
+    found = does_not_fit = None
+    try:
+        found = plan_of(subject, target, memory, allow)
+        size = split_of(found, subject.loss_fn)
+    except DoesNotFit as error:
+        does_not_fit, size = error, half_of(subject)
+    refusal = refusal_of(subject, size, verify) if size else None
+    if refusal is not None:
+        subject.is_coupled = True
+        try:
+            return plan_of(subject, target, memory, allow)
+        except DoesNotFit as error:
+            error.add_note(f"The batch is not split: {refusal}")
+            raise
+    if does_not_fit is not None:
+        raise does_not_fit
+    return cast("Plan", found)
 
 
 def plan_of(subject: Subject, target: Target, memory: Any, allow: Sequence[str] = OPTIMIZATIONS) -> Plan:

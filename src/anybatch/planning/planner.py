@@ -188,6 +188,7 @@ class Planner:
         search = self._search
         for base in self._bases():
             self._begin(base)
+            search.look_at_whole()
             if not search.holds_update(self._usable):
                 continue
             search.take_times(self._usable, self._patience / 2)

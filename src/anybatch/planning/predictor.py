@@ -81,7 +81,7 @@ class Predictor:
         self._settled: set[tuple[Recipe, bool, Any]] = set()  # run for real twice, with the same bytes
         self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
         self._unaligned: set[Recipe] = set()
-        self._varies = False
+        self._varies = self._is_curved = False  # curved: bytes are not linear in the samples
         self._updates: dict[tuple[int, ...], UpdateTrace] = {}
         self._update: UpdateTrace | None = None
         self._lengths: Lengths | None = None
@@ -102,7 +102,7 @@ class Predictor:
     @property
     def known(self) -> tuple[Any, ...]:
         """What was found out about the step, which decides how it is traced."""
-        return self.is_fake, len(self._unaligned), dict(self._refused), self.always, len(self.excluded)
+        return self.is_fake, len(self._unaligned), self._is_curved, dict(self._refused), self.always, len(self.excluded)
 
     @property
     def varies(self) -> bool:
@@ -212,12 +212,17 @@ class Predictor:
 
     def _is_apart(self, recipe: Recipe) -> bool:
         """Whether nothing follows from one size for another."""
-        return recipe in self._unaligned or self.lengths.are_apart
+        return self._is_curved or recipe in self._unaligned or self.lengths.are_apart
 
     def _note_unaligned(self, recipe: Recipe, error: Exception) -> None:
         self._unaligned.add(recipe)
         self._varies = self._varies or isinstance(error, NotAligned)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
+
+    def note_curved(self, told: int, exact: int) -> None:
+        """Notes that the bytes of one size do not follow from those of two others."""
+        self._is_curved = True
+        logger.info("small micro-batches tell %d bytes of the whole batch, which takes %d; each is traced", told, exact)
 
     def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
         key = (recipe, size, single)

@@ -50,7 +50,9 @@ def plan_over_ranks(
     spared, alone = whole - sum(held.values()), sum(held.values()) - held[GATHERED] + alone
     beside = alone - sum(held.values()) + held[GATHERED]
     try:
-        made = plan(model, loss_fn, batch, optimizer, memory=max(budget + spared, 1), device=device, **options)
+        made = plan(
+            model, loss_fn, batch, optimizer, memory=max(budget + spared, 1), device=device, verify="off", **options
+        )
     except DoesNotFit as error:
         needed = None if error.needed is None else max(error.needed - spared, alone)
         raise _too_large(ranks, shard, needed, budget, error.modules, held) from None

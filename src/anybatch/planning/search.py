@@ -1,5 +1,6 @@
 """All configurations of a logical batch that fit in a budget: splittings, the loss, blocks recomputed or offloaded."""
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -28,6 +29,7 @@ _FRONT_POINTS = 6
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
 _LEAST_OFFLOADED = 1024  # bytes; smaller tensors stay
+_STRAIGHT = 0.01  # of the whole batch's peak, within which it follows from small micro-batches
 _LARGE_HEAD = 1024  # outputs, from which on a loss in chunks may be faster
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
 
@@ -169,6 +171,27 @@ class Search:
         found = (self._profile_within(self.base, one) for one in reversed(self.splittings))
         return any(one is not None and one.update_peak <= budget for one in found)
 
+    def look_at_whole(self) -> None:
+        """Has each size traced by itself where the whole batch takes other bytes than small ones tell.
+
+        That is where a loss compares all pairs of samples.
+        """
+        whole = self._all_splittings[0]
+        if whole.is_single and self.profiles.is_straight(self.base):
+            told, exact = self.profile(self.base, whole).peak, self._whole(self.base).peak
+            if abs(exact - told) > _STRAIGHT * exact:
+                self.profiles.note_curved(told, exact)
+                self.forget()
+
+    def _whole(self, recipe: Recipe) -> Profile:
+        """The whole batch at once, traced as it is where that takes no memory."""
+        whole, profiles = self._all_splittings[0], self.profiles
+        if profiles.is_fake and profiles.is_straight(recipe):
+            part = self.worst(recipe, whole)
+            with contextlib.suppress(TooLarge):  # raw samples that are collated for real
+                return profiles.traced(recipe, part, single=True).at(profiles.size_of(part), whole.count)
+        return self.profile(recipe, whole)
+
     def whole_bytes(self, autocast: str = "") -> int:
         """The peak of the whole batch at once at a precision, without memory optimizations; 0 if it is not known.
 
@@ -176,7 +199,7 @@ class Search:
         """
         recipe = replace(self.base, autocast=autocast)
         if self.splittings[0].is_single:
-            return self.profile(recipe, self.splittings[0]).peak
+            return self._whole(recipe).peak
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
         if not may_join or len({*self.profiles.lengths.each}) > 1 or not self.profiles.is_straight(recipe):

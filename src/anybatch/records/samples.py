@@ -150,7 +150,9 @@ class Written(Fact):
     """Some parameters changed before any optimizer stepped: they are updated by hand."""
 
     parameters: tuple[int, ...] = ()  # their numbers
-    kept: tuple[int, ...] = ()  # those that changed after one backward, and kept its gradient up to the next
+    kept: tuple[
+        int, ...
+    ] = ()  # those that changed after two backwards in a row, and kept their gradients up to the next
 
 
 @fact("tied")

@@ -130,7 +130,7 @@ def test_the_call_is_planned_with_all_that_it_was_given_and_nothing_of_the_scrip
     assert (model, loss_fn, batch, optimizer) == ("model", "loss", "batch", "the optimizer")
     assert (memory, device) == ("24MiB", "h200")
     rest = {name: value for name, value in OPTIONS.items() if name != "optimizer"}
-    assert options == rest
+    assert options == {**rest, "verify": "off"}  # which is proved apart
     assert "the script says something" in done.stderr
     assert done.stdout.startswith("64 samples within 24.0 MiB on cpu: 2 micro-batches of 32, recompute 3 blocks\n")
     assert "The script sets micro_batch_size=32; the plan has its own." in " ".join(done.stdout.split())
@@ -404,7 +404,7 @@ SPLITS = CONTRASTIVE.replace(
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
 def test_what_its_step_would_not_split_is_planned_whole_and_says_why(folder: Path, form: list[str]) -> None:
     (folder / "loop.py").write_text(DEEP, encoding="utf-8")
-    done = run("loop.py", "--memory", "1300KiB", "--patch", "change.diff", *form)
+    done = run("loop.py", "--memory", "1800KiB", "--patch", "change.diff", *form)
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join((done.stderr if form else done.stdout).split())
     assert "1 micro-batch of 256" in told
@@ -455,6 +455,15 @@ def test_where_a_split_is_refused_the_whole_batch_is_what_is_used(verb: str) -> 
     fits, recomputes = (_use_of(replace(PLAN, chosen=row), "1MiB", None, None, facts) for row in rows)
     assert fits == f"anybatch.{verb}(...) without memory= and micro_batch_size=, since the whole batch fits"
     assert recomputes.endswith(f'then anybatch.{verb}(..., plan=anybatch.Plan.load("plan.json"))')
+
+
+@pytest.mark.parametrize(("updates", "saved"), [(True, None), (False, None), (True, "plan.json")])
+def test_the_call_that_is_printed_has_the_count_that_its_step_needs(updates: bool, saved: str | None) -> None:
+    facts = {"updates": updates, "plans_itself": False, "count": 'anybatch.count_tokens("labels", shift=1)'}
+    row = replace(PLAN.chosen, recompute=())
+    assert _use_of(replace(PLAN, chosen=row), "1MiB", None, saved, facts).endswith(
+        ', count=anybatch.count_tokens("labels", shift=1))'
+    )
 
 
 def test_one_byte_is_one_byte() -> None:

@@ -211,3 +211,56 @@ def test_what_the_forward_takes_out_of_all_samples_and_is_no_batch_is_to_have_a_
 )
 def test_a_batch_that_has_a_name_is_found_though_the_loop_counts(before: str, loss: str, batch: list[str]) -> None:
     assert list(found(SLICED.format(before, loss))._step.batch) == batch
+
+
+OUTPUTS = """
+import torch
+from torch import nn
+from types import SimpleNamespace
+
+class Model(nn.Linear):
+    def forward(self, x, y):
+        out = super().forward(x)
+        return SimpleNamespace(loss=(out - y).square().mean(), logits=out)
+
+torch.manual_seed(0)
+model = Model(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [{"x": torch.randn(64, 4), "y": torch.randn(64, 1)} for _ in range(3)]
+total = 0.0
+for number, batch in enumerate(data):
+    outputs = model(**batch)
+    outputs.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total += outputs.loss.detach().item()
+    if number % 2 == 0:
+        print(f"{number}: {outputs.loss.item():.4f}")
+"""
+EVALUATED = "with torch.no_grad():\n    outputs = model(**data[0])\n    print(outputs.loss, outputs.logits.sum())\n"
+
+
+@pytest.mark.parametrize("behind", ["", EVALUATED])
+def test_a_loss_that_a_model_gives_with_other_outputs_is_read_from_the_result(behind: str) -> None:
+    answer = found(OUTPUTS + behind).with_change({}, {"memory": "free"})
+    added = [line[1:].strip() for line in answer["change"].splitlines() if line.startswith("+")]
+    assert added[-4:] == [
+        "result = step(batch)",
+        "loss = torch.tensor(result.loss)",
+        "total += loss.detach().item()",
+        'print(f"{number}: {loss.item():.4f}")',
+    ], answer
+    assert "return outputs.loss" in added
+    assert "-    print(outputs.loss, outputs.logits" not in answer["change"]
+    compile(answer["after"], "loop.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("line", "behind"),
+    [("    last = outputs\n", ""), ("    print(outputs.logits.mean())\n", ""), ("", "print(outputs.loss.item())\n"),
+     ("    outputs.loss = None\n", ""), ("", "def told():\n    return outputs.loss\n")],
+)  # fmt: skip
+def test_outputs_that_are_read_otherwise_stay_to_be_changed_by_hand(line: str, behind: str) -> None:
+    answer = found(OUTPUTS + line + behind).with_change({}, {"memory": "free"})
+    assert not answer["change"]
+    assert "reads 'outputs' of the forward" in answer["trouble"]

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,8 +172,7 @@ def test_a_forward_that_gives_another_loss_when_it_runs_again_is_refused() -> No
 def test_a_split_that_was_not_proved_is_said_to_be_so() -> None:
     before = "def only(out):\n    return {64: 1, 16: 1}[len(out)]"
     step = found(epochs(before=before).replace("out = model(x)", "out = model(x)\n        out = out * only(out)"))
-    made = SimpleNamespace(chosen=SimpleNamespace(micro_batches=4), micro_batch_size=16)
-    refusal, unproved = child._proved(made, step.call, {})
+    refusal, unproved = child._proved(16, step.call, {})
     assert not refusal
     assert "can't be run without the others (KeyError" in unproved
     facts = {"micro_batch_size": None, "updates": True, "unproved": unproved}

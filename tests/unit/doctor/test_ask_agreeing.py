@@ -97,6 +97,41 @@ def test_one_prediction_for_two_kinds_of_targets_is_told(
     assert answer(lambda: headed(apart, labels), "one for two") == expected
 
 
+def test_one_prediction_that_several_targets_are_for_is_not() -> None:
+    """As of annotators who do not agree: it is one tensor, whatever is computed of it twice."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            scores, labels = net(x), x[:, :4].argmax(1)
+            others = labels.where(torch.rand(ROWS) > 0.3, torch.randint(0, 4, (ROWS,)))
+            loss = F.nll_loss(F.log_softmax(scores, 1), labels) + F.nll_loss(F.log_softmax(scores, 1), others)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert answer(train, "one for two") == "no"
+
+
+def test_a_ctc_loss_of_a_net_that_reads_each_place_by_itself_is_not_told() -> None:
+    """Nothing says which of both dims is time then."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 5)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            likely, targets = F.log_softmax(net(torch.randn(12, 12, 6)), 2), torch.randint(1, 5, (12, 3))
+            optimizer.zero_grad()
+            F.ctc_loss(likely, targets, torch.full((12,), 12), torch.full((12,), 3)).backward()
+            optimizer.step()
+
+    assert answer(train, "batch before time") == "no"
+
+
 @pytest.mark.parametrize(("turns", "expected"), [(False, "yes"), (True, "no")])
 def test_a_ctc_loss_that_takes_samples_for_steps_of_time_is_told(turns: bool, expected: str) -> None:
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ def told(tmp_path: Path, made: str, steps: int = 40, each: str = "pass", after: 
         ("sched = StepLR(optimizer, 10); print(sched.get_last_lr())", "sched.step()"),
         ("sched = SequentialLR(optimizer, [ConstantLR(optimizer), StepLR(optimizer, 9)], [3])", "sched.step()"),
         ("StepLR(optimizer, 10)", "scheduler.step()"),
+        ("sched = StepLR(optimizer, 10)\n    if epochs > 9: trainer.step(model, steps)", "sched.step()"),
     ],
 )
 def test_a_schedule_that_no_line_steps_is_told(tmp_path: Path, made: str, fix: str) -> None:

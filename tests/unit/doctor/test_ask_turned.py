@@ -140,6 +140,21 @@ def test_edges_that_a_reshape_tore_apart_are_told(kind: str, expected: str) -> N
     assert answer(lambda: graph(kind), "torn edges") == expected
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("once", "yes"), ("twice", "no"), ("tree", "no")])
+def test_edges_that_all_go_one_way_are_told(kind: str, expected: str) -> None:
+    net, x, y = nn.Linear(6, 3), torch.randn(200, 6), torch.randint(0, 3, (200,))
+    pairs = torch.randint(0, 200, (2, 900)).sort(0).values
+    edges = pairs[:, pairs[0] < pairs[1]]
+    if kind == "tree":
+        edges = torch.stack([torch.arange(1, 200) // 2, torch.arange(1, 200)])
+    source, target = torch.cat([edges, edges.flip(0)], 1) if kind == "twice" else edges
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(torch.zeros(200, 3).index_add(0, target, net(x)[source]), y)
+
+    assert answer(lambda: stepped(net, loss), "one-way edges") == expected
+
+
 def lists(kind: str) -> torch.Tensor:
     order, other = torch.arange(150).repeat_interleave(4), torch.randint(0, 300, (600,))
     if kind == "chain":

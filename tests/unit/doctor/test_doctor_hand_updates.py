@@ -44,6 +44,12 @@ def zeroed(each: torch.Tensor) -> None:
     each.grad.zero_()
 
 
+def zeroed_behind(each: torch.Tensor) -> None:
+    """As tutorials of old have it; no version counts it."""
+    assert each.grad is not None
+    each.grad.data.zero_()
+
+
 def decayed(each: torch.Tensor) -> None:
     """A momentum of 0.5 that lives in the gradient itself."""
     assert each.grad is not None
@@ -58,7 +64,7 @@ def test_updates_by_hand_whose_gradients_nothing_clears_are_told(of: str) -> Non
 
 
 @pytest.mark.parametrize("of", ["tensors", "a model"])
-@pytest.mark.parametrize("after", [dropped, zeroed, decayed])
+@pytest.mark.parametrize("after", [dropped, zeroed, zeroed_behind, decayed])
 def test_updates_by_hand_are_followed_and_healthy_where_they_learn(after: After, of: str) -> None:
     found = trained(after, of=of)
     assert (found.findings, found.verdict) == ((), "learning")
@@ -75,3 +81,51 @@ def test_updates_by_hand_that_are_far_too_long_are_told(of: str) -> None:
 
 def test_each_tensor_is_a_row_of_its_own() -> None:
     assert [cell.module for cell in trained(dropped).cells] == ["b", "w"]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_two_that_take_turns_and_clear_their_own_gradients_are_healthy(clears: bool) -> None:
+    """Each is cleared before its own backward, and has its gradient still when that of the other one begins."""
+    torch.manual_seed(0)
+    target = torch.randn(20, 2) @ torch.randn(2, 12)
+    left, right = torch.randn(20, 2, requires_grad=True), torch.randn(2, 12, requires_grad=True)
+    with Doctor() as doctor:
+        for step in range(60):
+            mine = (left, right)[step % 2]
+            if clears:
+                mine.grad = None
+            (left @ right - target).square().mean().backward()
+            assert mine.grad is not None
+            with torch.no_grad():
+                mine.sub_(0.5 * mine.grad)
+    assert not [one for one in diagnosis(doctor.run).findings if one.name == "ZERO_GRAD_MISSING"]
+
+
+def test_what_is_derived_before_a_model_is_made_is_no_weight_of_it() -> None:
+    """A notebook shows autograd first."""
+    torch.manual_seed(0)
+    with Doctor() as doctor:
+        a = torch.tensor([2.0, 3.0], requires_grad=True)
+        (a.square().sum()).backward()
+        net = nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        for _ in range(30):
+            x = torch.randn(50, 3)
+            optimizer.zero_grad()
+            (net(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+    assert not diagnosis(doctor.run).findings
+
+
+def test_a_loss_that_falls_before_it_is_no_number_has_not_grown() -> None:
+    torch.manual_seed(0)
+    w = torch.full((3,), 1.0, requires_grad=True)
+    with Doctor() as doctor:
+        for _ in range(40):
+            loss = (w.square() + 1e-3).log().sum() if w.min() > 0.2 else (w - 2 * w.detach()).log().sum()
+            w.grad = None
+            loss.backward()
+            assert w.grad is not None
+            with torch.no_grad():
+                w.sub_(0.05 * w.grad)
+    assert not [one for one in diagnosis(doctor.run).findings if one.name == "LR_TOO_HIGH"]

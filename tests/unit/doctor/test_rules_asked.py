@@ -476,6 +476,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("evaluated apart", "LABELS_UNRELATED", "warning"),
         ("mirrored", "MASKS_APART", "warning"),
         ("torn edges", "EDGES_NOT_OFFSET", "warning"),
+        ("one-way edges", "EDGES_NOT_OFFSET", "info"),
         ("far ahead", "LABEL_SHIFT", "error"),
         ("tokens", "EVALUATION_INPUTS", "warning"),
         ("unknown tokens", "EVALUATION_INPUTS", "warning"),

@@ -277,3 +277,15 @@ def test_eval_in_training_is_quiet_where_what_is_in_evaluation_mode_gets_no_grad
         built.backward(own[2:] if mode is FROZEN_NORM and frozen else own)
         built.step()
     assert bool(findings(built, "EVAL_IN_TRAINING")) is not frozen
+
+
+def test_eval_in_training_fires_where_norms_never_had_a_gradient() -> None:
+    """What they are in while they are frozen says nothing of what was meant."""
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight", "head.weight"), modules=MODULES)
+    built.optimizer(own)
+    for mode in [TRAIN] * 4 + [EVAL] * 6:
+        built.forward(0, **mode)
+        built.backward((own[0], own[2]))
+        built.step()
+    assert [one.severity for one in findings(built, "EVAL_IN_TRAINING")] == ["error"]

@@ -29,6 +29,9 @@ def test_metric_below_chance_fires_on_one_batch_over_the_whole_set() -> None:
         ("acc under attack", (0.0, 0.0, 0.0), 0.05),
         ("task 1 acc", (0.0, 0.0, 0.0), 0.05),
         ("loss", (0.03, 0.03, 0.03), 0.05),
+        ("train/val acc gap", (0.01, 0.02, 0.03), 0.05),
+        ("rare class acc", (0.01, 0.02, 0.03), 0.05),
+        ("acc", (0.0, 0.0, 0.0), 0.05),  # what is left to 1, say
     ],
 )
 def test_metric_below_chance_is_quiet_about_what_may_be_so(label: str, values: tuple[float, ...], value: float) -> None:
@@ -39,3 +42,8 @@ def test_metric_below_chance_is_quiet_about_whole_sequences() -> None:
     of_tokens = printing("accuracy", (0.0, 0.0, 0.0))
     assert of_tokens.call is not None
     quiet(replace(of_tokens, call=replace(of_tokens.call, items=32 * 20)).run(), "METRIC_BELOW_CHANCE")
+
+
+def test_metric_below_chance_is_quiet_about_several_heads() -> None:
+    two = replace(printing("accuracy", (0.03, 0.033, 0.033)), every=lambda step: [call(classes=40, line=20)])
+    quiet(two.run(), "METRIC_BELOW_CHANCE")

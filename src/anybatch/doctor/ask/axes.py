@@ -27,6 +27,7 @@ _BEHIND = frozenset({"batch_norm", "relu", "relu_", "leaky_relu", "gelu", "silu"
 _ATTENDING = PRODUCTS | {"einsum", "scaled_dot_product_attention"}
 _MOST_AXES = 5
 _MOST_ENDS = 4
+_CROWDED = 0.8  # of the edges of a tree, each begins or ends at a node of its own
 _LEAST_LINKED = 50  # nodes, and edges between them
 _BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
@@ -322,16 +323,21 @@ def blank(step: Step) -> Iterator[Probed]:
 
 @asks("batch before time")
 def batch_before_time(step: Step) -> Iterator[Probed]:
-    """Whether a CTC loss takes the samples of a batch for steps of time: another sample changes one entry of dim 0."""
+    """Whether a CTC loss takes the samples of a batch for steps of time.
+
+    What is given at one place of one sample changes one entry of dim 0 alone, and there several of dim 1, along which a
+    net reads then. One that reads each place by itself does not say which of them is time.
+    """
     call = next(iter(step.used("ctc_loss")), None)
     if call is None:
         raise Unknown("no CTC loss was seen")
     scores, row = step.values[call.given[0]], step.rows // 2
     leaves = [step.leaves[one] for one in sorted(step.inputs & step.made_of(call.given[0]))]
-    given = next((one for one in leaves if one.shape[:1] == (step.rows,) and not torch.equal(one[0], one[row])), None)
+    given = next((one for one in leaves if one.dim() > 1 and len(one) == step.rows and one.shape[1] > 2), None)
     if given is None or scores.dim() != 3:
         raise Unknown("what the CTC loss is given is not made of the samples of a batch")
-    other = torch.cat([given[:row], given[:1], given[row + 1 :]])
+    other, place = given.clone(), given.shape[1] // 2
+    other[row, place] = next((one[place] for one in given if bool((one[place] != given[row, place]).any())), 0)
     run = replayed(step.tape, step.loss, lambda one: other if one is given else one)
     changed = (run.values[call.given[0]] != scores).any(2)  # by time and sample, as the loss takes them
     if changed.any(1).nonzero().flatten().tolist() == [row] and int(changed.any(0).sum()) > 1:
@@ -434,15 +440,7 @@ def _row(index: Any, shape: torch.Size) -> int | None:
 @asks("torn edges", of_rows=False)
 def torn_edges(step: Step) -> Iterator[Probed]:
     """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins in order."""
-    given = [step.leaves[slot] for slot in sorted(step.inputs)]
-    tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
-    numbers = [one for one in given if one.dtype == torch.int64]
-    ends = itertools.permutations([one for one in numbers if one.dim() == 1][:_MOST_ENDS], 2)
-    pairs = [one for one in numbers if one.dim() == 2 and len(one) == 2]
-    pairs += [torch.stack(both) for both in ends if both[0].shape == both[1].shape]
-    for edges, table in itertools.product(pairs, tables):
-        if edges.shape[1] < _LEAST_LINKED or not 0 <= int(edges.min()) <= int(edges.max()) < len(table):
-            continue
+    for edges, table in _graphs(step):
         other = edges.reshape(-1, 2).t()
         if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
             seen = f"are two whose features are alike (by {alike:.3g} standard errors), and those of an edge are not"
@@ -451,6 +449,29 @@ def torn_edges(step: Step) -> Iterator[Probed]:
             yield said(
                 step.loss, edges=edges.shape[1], seen="make a list in the order of its nodes, and the edges do not"
             )
+
+
+@asks("one-way edges", of_rows=False)
+def one_way_edges(step: Step) -> Iterator[Probed]:
+    """Whether each edge goes to the node of the larger number, or of the smaller one, and they are those of no tree."""
+    for edges, table in _graphs(step):
+        first, second = edges
+        crowded = [len(one.unique()) < _CROWDED * len(one) for one in (first, second)]
+        if all(crowded) and bool((first < second).all() or (first > second).all()):
+            yield said(step.loss, edges=edges.shape[1], nodes=len(table))
+
+
+def _graphs(step: Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What may be the edges of a graph, and the features of its nodes."""
+    given = [step.leaves[slot] for slot in sorted(step.inputs)]
+    tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
+    numbers = [one for one in given if one.dtype == torch.int64]
+    ends = itertools.permutations([one for one in numbers if one.dim() == 1][:_MOST_ENDS], 2)
+    pairs = [one for one in numbers if one.dim() == 2 and len(one) == 2]
+    pairs += [torch.stack(both) for both in ends if both[0].shape == both[1].shape]
+    for edges, table in itertools.product(pairs, tables):
+        if edges.shape[1] >= _LEAST_LINKED and 0 <= int(edges.min()) <= int(edges.max()) < len(table):
+            yield edges, table
 
 
 def _in_order(edges: torch.Tensor) -> bool:

@@ -317,7 +317,8 @@ def is_left(trees: list[ast.Module], loop: ast.Module, line: int, name: str) -> 
         [True, False, False]
     """
     every = [one for tree in trees for one in walked(tree)]
-    read = [one for one in every if isinstance(one, ast.Attribute) and one.attr == "step"]
+    others = {id(one.func) for one in every if isinstance(one, ast.Call) and len(one.args) > 1}  # of a trainer, say
+    read = [one for one in every if isinstance(one, ast.Attribute) and one.attr == "step" and id(one) not in others]
     own = {
         ast.unparse(one.value)
         for one in walked(loop)

@@ -5,14 +5,14 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.keeping import Kept, Passed, State
+from anybatch.doctor.ask.keeping import Given, Kept, Passed, State
 from anybatch.doctor.ask.steps import DISTANCES, Step, replayed, total
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Line, Trial, Unknown, tensors, told
@@ -24,7 +24,7 @@ from anybatch.records.samples import Scored
 
 _ENOUGH_STEPS = 30
 _FAR_APART, _FAR_ALONE = 2.5, 20.0  # times the deviation of the training, in a batch and in one sample
-_FAR_OF_ROWS, _LEAST_ALONE = 2.5, 4  # times those of single samples, and so many in evaluation
+_LEAST_ALONE = 4  # single samples of an evaluation
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
 _WHOLE = 0.9999  # of a net: it was copied, and not averaged
@@ -361,9 +361,7 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         between = max(means) - min(means)
         apart = all(one.std > far * high or one.std < low / far for one in evaluated)
         if far == _FAR_ALONE and not apart:  # one picture is compared with single ones of the training
-            least, most = min(one.stds[0] for one in trained), max(one.stds[1] for one in trained)
-            beyond_all = [one.std > _FAR_OF_ROWS * most or one.std < least / _FAR_OF_ROWS for one in evaluated]
-            apart = least > 0 and all(beyond_all) and len({(one.mean, one.std) for one in evaluated}) >= _LEAST_ALONE
+            apart = _are_flat(evaluated, trained)
         beyond = max((far - 1) * high, 3 * between)
         shifted = all(min(abs(one.mean - mean) for mean in means) > beyond for one in evaluated)
         if low > 0 and high < 2 * low and (apart or shifted):
@@ -371,6 +369,15 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
             seen = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}
             seen |= {"mean_evaluated": first.mean, "std_evaluated": first.std}
             yield told("evaluated inputs", first, root=root, **seen)
+
+
+def _are_flat(evaluated: Sequence[Given], trained: Sequence[Given]) -> bool:
+    """Whether single pictures of the training's shape differ far less, or more, within a channel than any of those."""
+    different, shapes = {(one.mean, one.std) for one in evaluated}, {one.shape for one in (*evaluated, *trained)}
+    if len(different) < _LEAST_ALONE or len(shapes) > 1:
+        return False
+    least, most = min(one.stds[0] for one in trained), max(one.stds[1] for one in trained)
+    return least > 0 and all(one.stds[0] > _FAR_ALONE * most or one.stds[1] < least / _FAR_ALONE for one in evaluated)
 
 
 _PICKING = frozenset({"gather", "take_along_dim", "__getitem__"})

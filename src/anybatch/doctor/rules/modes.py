@@ -70,11 +70,10 @@ def _functional(run: Run, root: int) -> list[str]:
 
 
 def _is_frozen(run: Run, root: int, first: Forward) -> bool:
-    """Whether what is in evaluation mode from there on has parameters, and none of them gets a gradient any more."""
-    own = {
-        number for number, one in run.parameters.items() if one.root == root and one.module in first.evaluating
-    }  # fmt: skip
-    return bool(own) and not any(one.touched and one.touched & own for one in passes(run) if one.fact.at > first.at)
+    """Whether what is in evaluation mode from there on has parameters, and these had gradients before and no more."""
+    own = {number for number, one in run.parameters.items() if one.root == root and one.module in first.evaluating}
+    touched = [one.fact.at > first.at for one in passes(run) if one.touched and one.touched & own]
+    return bool(touched) and not any(touched)
 
 
 def _held(run: Run, root: int, first: Forward, last: int) -> bool:

@@ -28,7 +28,7 @@ from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms, Scored, Written
 
-_GROWING = 4  # losses in a row
+_GROWING, _FAR_GROWN = 4, 100.0  # losses in a row, and times the first one
 
 FEW_OF_A_RATE = 100
 """In fewer steps a rate that is low may have had no time."""
@@ -99,9 +99,14 @@ def _grown_by_hand(run: Run) -> Iterator[Found]:
     """A loss that grows from each update by hand to the next, without any optimizer, until it is no number."""
     seen = course(run)
     grown = list(itertools.takewhile(math.isfinite, seen.values))
-    if run.optimizers or not any(run.of(Written)) or len(grown) < _GROWING or len(grown) == len(seen.values):
+    rest = seen.values[len(grown) :]
+    if run.optimizers or not any(run.of(Written)) or len(grown) < _GROWING or any(map(math.isfinite, rest)):
         return
-    if all(after > before for before, after in itertools.pairwise(grown[-_GROWING:])):
+    if (
+        rest
+        and grown[-1] > _FAR_GROWN * abs(grown[0])
+        and all(after > before for before, after in itertools.pairwise(grown[-_GROWING:]))
+    ):
         back = next(one for one in passes(run) if one.at >= seen.ats[0])
         yield Found(
             text=f"The loss grows from {grown[0]:.3g} to {grown[-1]:.3g} in {len(grown)} updates by hand: they are far "

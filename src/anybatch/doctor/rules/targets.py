@@ -10,7 +10,7 @@ from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, listed, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import ACCURACIES, ENOUGH_STEPS, ENOUGH_TARGETS, OF_CLASSES, carries_over, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, OF_CLASSES, carries_over, outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed, Walk
@@ -253,9 +253,10 @@ _SHARES = frozenset({"iou", "miou", "dice", "jaccard"})
 _LOSSES = frozenset(
     {"loss", "error", "err", "neg", "negative", "diff", "delta", "gain", "change", "drop", "improvement", "vs", "log"}
 )
-_MEANT_TO_BE_LOW = frozenset(
-    {"adv", "adversarial", "robust", "attack", "attacked", "fgsm", "pgd", "eps", "epsilon", "noise", "forget", "task",
-     "domain", "target", "old", "exact", "diff", "delta", "gain", "drop", "change", "vs", "poison", "trigger"}
+_OF_ACCURACIES = frozenset(  # beside which another word may say that a low one is meant, as "adversarial" or "gap" does
+    {"acc", "accuracy", "train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval",
+     "evaluation", "epoch", "step", "iter", "iteration", "batch", "set", "data", "final", "best", "the", "is", "of",
+     "on", "model", "overall", "average", "avg", "current", "loss", "percent"}
 )  # fmt: skip
 _LATE = 3  # values, of which -1 stands for what was not measured yet
 
@@ -332,17 +333,20 @@ def metric_below_chance(
 
     Only of losses with one target for each row: of sequences, whole ones may be meant.
     """
-    call = next((one for one in reversed(list(run.of(LossCall))) if one.function in OF_CLASSES), None)
+    every = [one for one in run.of(LossCall) if one.function in OF_CLASSES]
+    call = next((one for one in reversed(every) if one.items >= 0), None)
     rows = next((one.rows for one in reversed(list(run.of(Forward))) if one.grad), -1)
     if call is None or call.reduction != "mean" or call.items != rows or call.value is None:
         return
+    if len({one.classes for one in every}) > 1:
+        return  # of several heads
     likely, chance = math.exp(-abs(call.value)), 1 / max(call.classes, 2)
     for one in run.of(Printed) if likely > right else ():
         words = set(re.findall("[a-z]+", one.label.lower()))
         best, seen = max(one.values), {step for step in one.steps if step > 0}
-        if not words & ACCURACIES or words & _MEANT_TO_BE_LOW or len(seen) < times or min(one.values) < 0:
+        if not words & {"acc", "accuracy"} or not words <= _OF_ACCURACIES or len(seen) < times:
             continue
-        if best < below * chance:
+        if 0 < best < below * chance and min(one.values) >= 0:
             yield Found(
                 text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, {best:.4g} at most, and who guesses '
                 f"is right {chance:.0%} of the time. The loss ends at {call.value:.3g}, as that of a model that is "

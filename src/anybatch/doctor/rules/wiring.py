@@ -26,9 +26,10 @@ from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.doctor.views.windows import Pass, ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Crashed, Epoch, Forward, Loaded, Scheduled, Stepped
+from anybatch.records.lossfacts import Walk
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations
-from anybatch.records.tables import ModuleFacts, ParameterFacts, Root
+from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts, Root
 
 _LATE = 3  # backwards: a few may be of something else than the training
 
@@ -304,6 +305,9 @@ def opt_param_unregistered(run: Run) -> Iterator[Found]:
         if not (one := run.parameters[number]).registered
         and (is_raw or one.is_parameter or one.root >= 0 or one.numel == 1)
     ]  # fmt: skip
+    begun = min((one.at for one in run.of(OptimizerFacts)), default=0)  # what a backward before it reached is let alone
+    late = {number for one in run.of(Walk) if one.at > begun for number in (*one.reached, *one.outside)}
+    left = [one for one in left if one in late or run.parameters[one].root >= 0 or run.parameters[one].is_parameter]
     for numbers in _apart(run, left) if run.optimizers else ():
         step, first = _first_step_after(run, numbers), run.parameters[numbers[0]]
         if step is None:

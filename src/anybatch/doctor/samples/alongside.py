@@ -22,7 +22,7 @@ _COMPARED = 1 << 20
 _MOST_PAIRS = 100
 _MOST_WATCHED = 64  # parameters that stand for all
 _WATCHED_ENTRIES = 64  # of each
-_LOOKS = (5, 10, 20)  # backwards after which they are compared with those at the first, and at the one before
+_LOOKS = (5, 10, 20)  # backwards after which they are compared with those at the first
 
 
 class BufferSampler:
@@ -119,21 +119,24 @@ class TieSampler:
 class HandWrites:
     """Tells which parameters have changed over the first backwards: updates that the user's code makes by hand.
 
-    And whether one that changed between two backwards kept the gradient that the first of them had given it.
+    And which changed behind two backwards in a row, and had what these gave them as their gradient still at the next:
+    where two nets take turns, each may clear its own before its own backward.
     """
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
         self._count = 0
         self._first: dict[int, torch.Tensor] = {}
-        self._last: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, tuple[int, int]] = {}  # ids and versions
-        self._kept: list[int] = []
+        self._last: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # values and gradients
+        self._used: set[int] = set()
+        self._again: set[int] = set()
 
     def before_backward(self) -> None:
         """Is notified of a backward that is about to run."""
-        if self._count + 1 in _LOOKS and self._first:
-            self._kept = [number for number, seen in self._gradients.items() if seen == self._gradient(number)]
+        now = self._now() if self._last else {}
+        used = {number for number, (values, gradient) in now.items() if self._is_used(number, values, gradient)}
+        self._again |= used & self._used
+        self._used = used
 
     def after_backward(self) -> Written | None:
         """Is notified that it ran; ``None`` where nothing is known to have changed."""
@@ -142,27 +145,30 @@ class HandWrites:
         if self._count == 1:
             tracked = self._numbering.tracked()
             step = max(1, len(tracked) // _MOST_WATCHED)
-            self._first = self._entries(tracked[::step])
+            self._first = {
+                number: one.clone() for number, tensor in tracked[::step] if (one := _some(tensor)) is not None
+            }
         elif self._count in _LOOKS and self._first:
             changed = tuple(number for number, entries in self._first.items() if self._differs(number, entries))
-            kept = tuple(one for one in self._kept if one in self._last and self._differs(one, self._last[one]))
-            found = Written(parameters=changed, kept=kept) if changed else None
-        if self._count == _LOOKS[-1]:
-            self._first, self._last, self._gradients, self._kept = {}, {}, {}, []
-        elif self._count + 1 in _LOOKS and self._first:
-            self._last = self._entries([one for one in self._numbering.tracked() if one[0] in self._first])
-            seen = {number: self._gradient(number) for number in self._first}
-            self._gradients = {number: one for number, one in seen.items() if one is not None}
+            found = Written(parameters=changed, kept=tuple(sorted(self._again))) if changed else None
+            self._again = set()
+        self._last = self._now() if self._count < _LOOKS[-1] else {}
+        self._first = self._first if self._count < _LOOKS[-1] else {}
         return found
 
-    def _entries(self, tracked: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        return {number: entries.clone() for number, one in tracked if (entries := _some(one)) is not None}
+    def _now(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        tensors = ((number, self._numbering.tensor(number)) for number in self._first)
+        alive = [(number, one, _some(one)) for number, one in tensors if one is not None]
+        return {
+            number: (values.clone(), None if one.grad is None or (some := _some(one.grad)) is None else some.clone())
+            for number, one, values in alive if values is not None
+        }  # fmt: skip
 
-    def _gradient(self, number: int) -> tuple[int, int] | None:
-        """What tells whether it was replaced or written to."""
-        tensor = self._numbering.tensor(number)
-        gradient = None if tensor is None else tensor.grad
-        return None if gradient is None else (id(gradient), gradient._version)
+    def _is_used(self, number: int, values: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        before = self._last.get(number)
+        if before is None or before[1] is None or gradient is None or before[1].shape != gradient.shape:
+            return False
+        return torch.equal(before[1], gradient) and bool(gradient.any()) and not torch.equal(before[0], values)
 
     def _differs(self, number: int, before: torch.Tensor) -> bool:
         tensor = self._numbering.tensor(number)

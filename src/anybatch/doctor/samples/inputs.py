@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
 _HASHED = 1 << 12  # numbers that the hash and the figures are made of; evenly spaced beyond
 _ROWS = 64  # evenly spaced ones of more, that are compared
-_SOME_ROWS, _OF_A_ROW = 16, 512  # and numbers of each, whose deviation is taken
+_SOME_ROWS, _SOME_CHANNELS, _OF_A_ROW = 16, 4, 512  # and numbers of each, whose deviation is taken
 _DEPTH = 4
 _LARGE_NUMBERS = 10.0  # the mean or the deviation of what is not scaled
 
@@ -200,11 +201,12 @@ def some_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def stds_of(batch: torch.Tensor, least: int) -> tuple[float, float]:
-    """The least and the largest deviation within one of some rows, of so many numbers at least; else 0."""
+    """The least and the largest deviation within a channel of one of some rows, of so many numbers at least; else 0."""
     if batch.dim() < 2 or batch[0].numel() < least:
         return 0.0, 0.0
-    stds = torch.stack([some_of(row, _OF_A_ROW).float().std() for row in batch[:_SOME_ROWS]])
-    return float(stds.min()), float(stds.max())
+    planes = [list(row) if row.dim() > 2 else [row] for row in batch[:_SOME_ROWS]]
+    stds = [fmean(float(some_of(one, _OF_A_ROW).float().std()) for one in row[:_SOME_CHANNELS]) for row in planes]
+    return min(stds), max(stds)
 
 
 def versions_of(module: torch.nn.Module) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Walker:
             if number in tracked:
                 reached.append(number)
             number = number if number is not None else self._stranger(leaf, step)
-            if number is not None and not numbering.facts(number).registered:
+            if not is_bare and number is not None and not numbering.facts(number).registered:
                 outside.append(number)
         return tuple(reached), tuple(outside)
 
@@ -350,7 +350,8 @@ def spread(start: Any, rows: int, scored: Mapping[Any, tuple[int, ...]]) -> tupl
         count = (shape_of(node) or (0,))[0] if name in _PAIRING and len(before) == 2 and len(real) == 1 else 0
         if count > 1 and shape_of(node) == (count, count) and (count == rows or _is_column(real[0], count)):
             side = shape_of(real[0]) or ()
-            if side in ((count, 1), (count,)) and (count == rows or not _has_pairs(start)):
+            kernel = any(after.name() == "ExpBackward0" for after in waiting)  # of all pairs, as of a density
+            if side in ((count, 1), (count,)) and (count == rows or not (kernel or _has_pairs(start))):
                 return side
         if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in MOVING):
             waiting.extend(after for after in real if after not in nodes)

@@ -54,7 +54,7 @@ _MOSTLY_RIGHT = 0.6
 _FAR_BELOW = 0.7
 """Of the share that is right in the training data: what an evaluation has where little of it carries over."""
 
-ACCURACIES = frozenset({"acc", "accuracy", "correct", "right"})
+_RIGHT = frozenset({"acc", "accuracy", "correct", "right"})
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _OVERLAPS = frozenset({"iou", "miou", "giou", "dice", "ap", "map"})
 _NEARLY_ALL, _HALF = 0.1, 0.5  # of the loss of a constant guess, and the share of an overlap that is found by then
@@ -156,7 +156,7 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     right, ends = math.exp(-found.last), [(_at_end(one), _words(one), one) for one in late]
     if found.call.function in OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
         shares = [
-            (max(last), one) for last, words, one in ends if words & ACCURACIES and all(0 <= v <= 1 for v in one.values)
+            (max(last), one) for last, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)
         ]
         value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
         is_far, such = value < _FAR_BELOW * right, f"such a loss is one of about {right:.0%} right answers"
@@ -200,7 +200,7 @@ def _printed_by_chance(found: Outcome, late: list[Printed]) -> str:
     classes = found.call.classes if found.call is not None else 0
     if classes < 2 or not 0 <= found.last < (1 - _SOMETHING) * found.guess:
         return ""
-    held_out = [one for one in late if (words := _words(one)) & ACCURACIES and words & _HELD_OUT]
+    held_out = [one for one in late if (words := _words(one)) & _RIGHT and words & _HELD_OUT]
     shares = [(max(_at_end(one)), one) for one in held_out if all(0 <= value <= 1 for value in one.values)]
     value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
     if one is None or value > (1 + _SOMETHING) / classes:
@@ -216,7 +216,7 @@ def carries_over(run: Run, classes: int) -> bool:
     known = (one for one in run.of(Evaluated) if one.guess is not None and one.items >= _ENOUGH_EVALUATED)
     if any(one.better or one.value < (1 - _SOMETHING) * (one.guess or 0.0) for one in known):
         return True
-    right = [one for one in run.of(Printed) if (words := _words(one)) & ACCURACIES and words & _HELD_OUT]
+    right = [one for one in run.of(Printed) if (words := _words(one)) & _RIGHT and words & _HELD_OUT]
     return classes > 1 and any(_NEAR / classes < max(one.values, default=0.0) <= 1 for one in right)
 
 
