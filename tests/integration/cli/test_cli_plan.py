@@ -505,19 +505,6 @@ def test_a_loss_over_tokens_gets_the_count_that_its_step_needs(folder: Path) -> 
     assert changed_prints(folder, "change.diff") == pytest.approx(prints(folder), rel=1e-5)
 
 
-def test_of_two_counts_the_one_that_the_loss_shifts_by_is_written_with_a_comment(folder: Path) -> None:
-    text = TOKENS.replace(
-        "        optimizer.zero_grad()", "        labels[:, :2] = -100\n        optimizer.zero_grad()"
-    )
-    text = text.replace("model(tokens)", "model(tokens)[:, :-1]").replace("labels.flatten()", "labels[:, 1:].flatten()")
-    (folder / "loop.py").write_text(text, encoding="utf-8")
-    assert run("loop.py", "--memory", "200KiB", "--patch", "change.diff").returncode == 0
-    change = Path("change.diff").read_text(encoding="utf-8")
-    assert ", shift=1)" in change
-    assert "# count= is what the loss divides by; on this batch anybatch.count_tokens(" in change
-    assert changed_prints(folder, "change.diff") == pytest.approx(prints(folder), rel=1e-5)
-
-
 def test_the_changed_loop_takes_the_plan_that_was_saved_for_it(folder: Path) -> None:
     text = TOKENS.replace(
         "        optimizer.step()\n", "        model[0].weight.grad.clamp_(-1, 1)\n        optimizer.step()\n"
