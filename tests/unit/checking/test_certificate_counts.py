@@ -346,7 +346,7 @@ def test_padding_that_takes_part_in_the_loss_is_told_apart() -> None:
 
 def test_the_count_of_a_loss_that_is_divided_by_something_else_stays_open() -> None:
     batch = {"x": X[:, 0], "y": torch.arange(8) % 3, "is_b": torch.arange(8) > 2}
-    batch["seg"] = torch.arange(8.0).where(torch.arange(8) * 3 % 5 > 1, -1.0)
+    batch["seg"] = torch.arange(8.0).where(torch.tensor([1, 0, 1, 1, 1, 1, 0, 0]) > 0, -1.0)
 
     def losses(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
         out, kept = model(batch["x"]), batch["seg"] >= 0
