@@ -10,11 +10,12 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {
     **{unit.lower(): 1024**power for power, unit in enumerate(_BYTE_UNITS)},
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))},
+    **{unit: 1024**power for power, unit in enumerate("kmgtp", 1)},  # as Docker and Slurm read them
 }
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a number of bytes with a unit: KiB, MiB and GiB are powers of 1024, kB, MB and GB of 1000.
+    """Reads a number of bytes with a unit: KiB, MiB and GiB, or K, M and G, are powers of 1024, kB, MB and GB of 1000.
 
     Args:
         text: such as ``"8GiB"``, ``"500 MB"`` or ``"1.5 GiB"``; a bare number is bytes.
@@ -26,8 +27,8 @@ def parse_bytes(text: str) -> int:
         ValueError: ``text`` is not a number of bytes in that range.
 
     Example:
-        >>> parse_bytes("8GiB"), parse_bytes("500 MB")
-        (8589934592, 500000000)
+        >>> parse_bytes("8GiB"), parse_bytes("8G"), parse_bytes("500 MB")
+        (8589934592, 8589934592, 500000000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get(match[2].lower() or "b") if match else None
@@ -63,7 +64,9 @@ def read_budget(memory: Any) -> int | float | None:
         try:
             return parse_bytes(memory)
         except ValueError as error:
-            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as '50%'") from None
+            expected = str(error).partition("; ")[2]
+            share_text = "or 'free', or a share of the device such as '50%'"
+            raise BatchError(f"memory={memory!r}; {expected}; {share_text}") from None
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
     if isinstance(memory, int):

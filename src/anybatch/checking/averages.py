@@ -1,6 +1,6 @@
 """Why a loss that no module mixes samples for does not add up: its count, a sum, a term of its own, or a ratio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from anybatch.update.transaction import Failure
 _SOLVED_SLACK = 1e3  # times the tolerance: how much solved weights may leave, which are no better than least squares
 _MOST_SAMPLES = 512  # up to which candidates are told apart sample by sample
 _MOST_EXTRA_SPLITS = 4
+_TAKE = "take the one that the loss divides by"
 _NOTHING = 1e-9  # a weight below which a part that has a gradient was left out
 
 
@@ -160,6 +161,7 @@ class Averages:
         self._names = list(case.whole.losses)
         self._splittable = splittable = case.rig.splittable
         self._given = case.rig.task.count
+        self._elsewhere = set[str]()  # the ways to count that fit other labels as well
         sizes = {id(one): length_of(one.numel() * (2 if one.is_complex() else 1)) for one in case.rig.parameters}
         self._nothing = {key: torch.zeros(size, dtype=torch.float64, device="cpu") for key, size in sizes.items()}
         self._whole = next(splittable.materialise(splittable.plan(None)))
@@ -247,16 +249,16 @@ class Averages:
             self._batches.append(list(self._splittable.materialise(self._splits[-1])))
             pieces.splits.append(self._measured(self._splits[-1], name))
             fitting = those(fitting)
-        return fitting if entries is not None or len(fitting) < 2 else self._elsewhere(fitting, name) or fitting
+        return fitting if entries is not None or len(fitting) < 2 else self._with_likeliest_first(fitting, name)
 
-    def _elsewhere(self, fitting: Sequence[Candidate], name: str) -> list[Candidate]:
-        """Those that hold where the labels change places, too, since a prompt that is masked hides which label counts.
+    def _with_likeliest_first(self, fitting: Sequence[Candidate], name: str) -> list[Candidate]:
+        """First those that fit where the labels change places, too: a prompt that is masked hides which labels count.
 
-        They are labels still, so that the loss takes them; none where it does not.
+        They are labels still, so that a loss takes them; where one does not, the order stays.
         """
         splittable = self._splittable
         if splittable.collate is not None:
-            return []
+            return [*fitting]
         moved = with_labels_moved(self._whole, splittable.broadcast)
         other, found = Splittable([moved], broadcast=splittable.broadcast), list[Candidate]()
         try:
@@ -268,7 +270,9 @@ class Averages:
                     found.append(one)
         except Exception as error:  # noqa: BLE001 - the program may take no such labels
             Failure(error).release()
-        return found
+            return [*fitting]
+        self._elsewhere.update(one.code for one in found)
+        return [*found, *(one for one in fitting if one not in found)]
 
     def _of_shares(self, pieces: Pieces, among: Sequence[Candidate]) -> list[Candidate]:
         shares = [(candidate, self._shares(candidate)) for candidate in among]
@@ -292,20 +296,28 @@ class Averages:
         also = ""
         if others:
             ways = "1 other way to count gives" if len(others) == 1 else f"{len(others)} other ways to count give"
-            also = f" On this batch {ways} the same, such as {others[0].code}; take the one that the loss divides by."
+            is_alone = chosen.code in self._elsewhere and self._elsewhere.isdisjoint(one.code for one in others)
+            which = "with the labels in other places only the one below fits" if is_alone else _TAKE
+            also = f" On this batch {ways} the same, such as {others[0].code}; {which}."
         line = self.line({name: chosen})
         return reason("count", where, evidence, what=chosen.items, given=shown, also=also, line=line)
 
     def _count_of(self, name: str) -> Any:
         return self._given.get(name, count_samples) if isinstance(self._given, Mapping) else self._given
 
-    def line(self, found: Mapping[str, Candidate]) -> str:
-        """The count= that losses need, by their names, as it is written in code."""
+    def line(self, found: Mapping[str, Candidate], unknown: Collection[str] = ()) -> str:
+        """The count= that losses need, by their names, as it is written in code.
+
+        Args:
+            unknown: those that the given count does not suit, either, and no other one.
+        """
         if len(self._names) == 1:
             return f"count={found[self._names[0]].code}"
         others = "anybatch.count_samples" if self._given is count_samples else "..."
-        entries = [f"{name!r}: {found[name].code if name in found else others}" for name in self._names]
-        return f"count={{{', '.join(entries)}}}"
+        codes = {name: "..." if name in unknown else others for name in self._names}
+        codes |= {name: one.code for name, one in found.items()}
+        left = "  # ...: what these are divided by, which is not known" if unknown else ""
+        return f"count={{{', '.join(f'{name!r}: {code}' for name, code in codes.items())}}}{left}"
 
     def _were_tried(self, weights: Sequence[Sequence[float]]) -> bool:
         """Whether solved weights are those of a count that did not fit: then something small beside it does not."""
@@ -387,11 +399,11 @@ def _several(where: str, found: Sequence[tuple[str, str, str]]) -> Reason:
     """A sum of means with different denominators, told apart by the modules that only one of them reaches."""
     shown = "; ".join(f"in `{module}` the gradient is that of a mean over {items}" for module, items, _ in found)
     evidence = {"modules": [module for module, _, _ in found], "items": [items for _, items, _ in found]}
-    losses = {f"loss_{number}": code for number, (_, _, code) in enumerate(found, 1)}
+    losses = {f"loss_{number}": code or "..." for number, (_, _, code) in enumerate(found, 1)}
     means = ", ".join(f'"{name}": anybatch.Mean(items_{n}.sum(), len(items_{n}))' for n, name in enumerate(losses, 1))
     remedies = [f'return {{{means}}}  # the items of each and their number, with count="forward"']
-    if all(losses.values()):
-        each = ", ".join(f'"{name}": {name}' for name in losses)
-        counts = ", ".join(f'"{name}": {code}' for name, code in losses.items())
-        remedies.insert(0, f"return {{{each}}}  # with count={{{counts}}}")
+    each = ", ".join(f'"{name}": {name}' for name in losses)
+    counts = ", ".join(f'"{name}": {code}' for name, code in losses.items())
+    if any(code != "..." for code in losses.values()):
+        remedies.insert(0, f"return {{{each}}}  # each with its factor, and with count={{{counts}}}")
     return more(reason("several means", where, evidence, shown=shown), before=remedies)

@@ -151,6 +151,8 @@ def _of_missing(leaf: _Leaf) -> Iterator[Candidate]:
         return
     if bool(values.isnan().any()):
         yield leaf.counted("(~{0}.isnan()).sum()", "numbers")
+    elif (below := values[values < 0]).numel() and bool((below == below[0]).all()):  # one mark, such as -1
+        yield leaf.counted("({0} >= 0).sum()", "numbers")
     elif leaf.is_label:
         found, times = values.unique(return_counts=True)
         if int(times.max()) > 1:

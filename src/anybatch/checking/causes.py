@@ -332,9 +332,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "padding": Cause(
         "padding",
-        "The result depends on how long a batch is padded: the same samples give the whole's gradient if they are cut "
-        "from the batch that is padded as a whole, but not if each micro-batch is padded to its own longest sample. "
-        "Mask the padding in the model and in the loss.",
+        "The result depends on how long a batch is padded: {shown}. Mask the padding in the model and in the loss.",
         ("F.cross_entropy(logits, labels, ignore_index=-100)  # with labels padded by -100",),
     ),
     # shapes

@@ -6,6 +6,7 @@ them as long as all are, as often in the first batch.
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -262,6 +263,24 @@ def _moved(one: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Te
     if kind == "sign":
         return (value * factors * noise.exp()).requires_grad_()
     return (factors * (value + noise * value.square().mean().sqrt())).requires_grad_()
+
+
+def of_one_size(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
+    """The batch with a list of images of several sizes, one a sample, padded to that of the largest; and the first."""
+    alike, values = defaultdict[Any, list[int]](list), flat(batch)
+    known = list(leaves(batch, "batch"))
+    for place, (_, path, leaf) in enumerate(known):
+        if may_be_changed(leaf) and leaf.is_floating_point() and leaf.dim() > 2:
+            for at in range(len(path)):  # where the number of the sample may stand
+                alike[at, path[:at], path[at + 1 :]].append(place)
+    for places in alike.values():
+        shapes = [values[place].shape for place in places]
+        if len(places) == rows and len(set(map(len, shapes))) == 1 < len(set(shapes)):
+            largest, padded = [max(sizes) for sizes in zip(*shapes, strict=True)], list(values)
+            for place, shape in zip(places, shapes, strict=True):
+                missing = [number for pair in zip(largest, shape, strict=True) for number in (pair[0] - pair[1], 0)]
+                padded[place] = torch.nn.functional.pad(values[place], missing[::-1])
+            yield known[places[0]][0], like(batch, padded)
 
 
 def with_labels_moved(batch: Any, broadcast: Sequence[str]) -> Any:

@@ -33,6 +33,7 @@ from anybatch.update.refusals import unused, without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
 _TOLERANCE = 1e-9
+_NO_ERROR = (0.0, 0.0)
 
 
 def examine(task: Task) -> Certificate:
@@ -149,12 +150,13 @@ class Examination(Case):
         if comparison.error > self.tolerance:
             comparison = self._reconsidered(comparison)
         self.searched("random numbers", lambda: self._examine_random_numbers(effects), None)
-        error = max(
-            comparison.error,
-            self.searched("BatchNorm", self._examine_batch_norm, 0.0),
-            self.searched("buffers", self._examine_buffers, 0.0),
-            self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
+        errors = (  # of the gradient, and of the losses of the same run
+            (comparison.error, comparison.loss_error()),
+            self.searched("BatchNorm", self._examine_batch_norm, _NO_ERROR),
+            self.searched("buffers", self._examine_buffers, _NO_ERROR),
+            self.searched("state in Python", lambda: self._examine_state(effects), _NO_ERROR),
         )
+        error, loss_error = max(errors, key=lambda one: one[0])
         named = zip(self.rig.names, self.rig.parameters, strict=True)
         if names := [name for name, parameter in named if id(parameter) in self.rig.with_optimizer_hooks]:
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
@@ -169,7 +171,7 @@ class Examination(Case):
             )
         self.searched("bounds of what the samples give together", self._note_bound, None)
         self.searched("whether all samples weigh the same", self._note_even_batch, None)
-        return self._certificate(error, comparison.loss_error(), *comparison.apart(self.tolerance))
+        return self._certificate(error, loss_error, *comparison.apart(self.tolerance))
 
     def _note_what_is_checked(self) -> None:
         rows, model = self.task.splittable.rows, type(self.task.model).__name__
@@ -244,24 +246,25 @@ class Examination(Case):
         self.splits = [*self.splits, overlooked]
         return self.compared()
 
-    def _examine_buffers(self) -> float:
+    def _examine_buffers(self) -> tuple[float, float]:
         """Lets buffers go over from one micro-batch to the next, as they do in training."""
         changed, may_be = self._buffers.changed, self._may_be_of_state
         if not changed or (self.reasons and not may_be):
-            return 0.0
-        error = self.compared(fresh=False).error
+            return _NO_ERROR
+        moved = self.compared(fresh=False)
+        error = moved.error
         if may_be and abs(error - self.compared().error) <= self.tolerance:
-            return 0.0  # they are moved, and not read
+            return _NO_ERROR  # they are moved, and not read
         if error <= self.tolerance:
             later = self._buffers.later(self)
             self.notes.append(later or reason("buffer", changed[0], {"buffers": changed}))
-            return 0.0
+            return _NO_ERROR
         owner, _, name = changed[0].rpartition(".")
         evidence = {"buffers": changed, "error": error}
         said = {"name": name, "code": changed[0], "owner": owner or "model"}
         cause = "counting buffer" if self._buffers.is_count else "moving buffer"
         self.reasons.insert(0, reason(cause, changed[0], evidence, **said))
-        return error
+        return error, moved.loss_error()
 
     @property
     def _may_be_of_state(self) -> bool:
@@ -269,31 +272,32 @@ class Examination(Case):
         shown = (("count", "weights"), ("not-additive", "value"))
         return any(one.code == code and name in one.evidence for one in self.reasons for code, name in shown)
 
-    def _examine_state(self, changed: Sequence[Effect]) -> float:
+    def _examine_state(self, changed: Sequence[Effect]) -> tuple[float, float]:
         """Lets what a run changes in Python go over from one micro-batch to the next, as it does in training."""
         if not changed:
-            return 0.0
+            return _NO_ERROR
         state = State(self, changed)
         found = state.reason()
         if found is not None:
             self.reasons.insert(0 if self._may_be_of_state or state.is_made_once else len(self.reasons), found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
-        return state.error if found is not None else 0.0
+        return (state.error, state.loss_error) if found is not None else _NO_ERROR
 
-    def _examine_batch_norm(self) -> float:
+    def _examine_batch_norm(self) -> tuple[float, float]:
         modules = {} if self.task.batch_norm == "frozen" else self.rig.coupling()
         if not modules:
-            return 0.0
+            return _NO_ERROR
         whole = self.rig.run(batch_norm="ghost")
         found = [self.attempt(parts, batch_norm="ghost") for parts in self.splits]
         ran = [(parts, one) for parts, one in zip(self.splits, found, strict=True) if isinstance(one, Outcome)]
-        error = Comparison(whole, ran).error if ran else 0.0
+        comparison = Comparison(whole, ran) if ran else None
+        error, loss_error = (comparison.error, comparison.loss_error()) if comparison is not None else _NO_ERROR
         # What has no running statistics can't be frozen, as the comparison before has it, and is refused there.
         said = ("module", "refused") if without_statistics(modules) else ("module",)
         kept = [r for r in self.reasons if r.code not in said or (r.code == "module" and r.where not in modules)]
         self.reasons = [*kept, _batch_norm(modules, error, self.task.batch_norm)]
-        return error
+        return error, loss_error
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
         draws = list(self.rig.stand_ins.draws)

@@ -17,6 +17,7 @@ from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.averages import Averages, does_not_add_up
 from anybatch.checking.causes import more, reason
 from anybatch.checking.cuts import placed_one_by_one
+from anybatch.checking.elsewhere import of_one_size
 from anybatch.checking.gradients import Comparison, Outcome, distance, less
 from anybatch.checking.reach import optimized_by, parameters_of
 from anybatch.checking.rig import Case, in_place_of, muted, scaled, with_each
@@ -39,6 +40,15 @@ _TURNED: Callable[[list[int]], list[int]] = lambda places: [*places[1:], places[
 _BACKWARDS: Callable[[list[int]], list[int]] = lambda places: places[::-1]  # noqa: E731
 OTHERS = "numpy or Python"  # what draws numbers for which nothing can stand in, also a generator of the user's own
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
+_ONE_SIZE = (
+    "images = [F.pad(one, (0, width - one.shape[-1], 0, height - one.shape[-2])) for one in images]  # the largest of "
+    "the whole batch, before the step"
+)
+_PADDED = reason(
+    "padding",
+    shown="the same samples give the whole's gradient if they are cut from the batch that is padded as a whole, but "
+    "not if each micro-batch is padded to its own longest sample",
+)
 
 
 def searched(case: Case, comparison: Comparison) -> list[Reason]:
@@ -46,7 +56,9 @@ def searched(case: Case, comparison: Comparison) -> list[Reason]:
     for what, search in _SEARCHES.items():
         nothing: list[Reason] = []
         if found := case.searched(what, lambda search=search: search(case, comparison), nothing):  # type: ignore[misc]
-            return found
+            is_open = all(one.code in ("module", "not-additive") for one in found)
+            padded = case.searched("sizes", lambda: _padded_in_the_model(case), None) if is_open else None
+            return found if padded is None else [padded]
         if comparison.error <= case.tolerance:  # as it turned out
             return []
     return [does_not_add_up(case.rig.task, list(comparison.whole.losses))]
@@ -130,7 +142,7 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     wrong = [name for name in comparison.whole.losses if comparison.loss_error(name) > case.tolerance]
     found = {name: averages.find(name) for name in wrong or comparison.whole.losses}
     counts = {name: candidate for name, (_, candidate) in found.items() if candidate is not None}
-    line = (averages.line(counts),) if counts else ()
+    line = (averages.line(counts, found.keys() - counts.keys()),) if counts else ()
     reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]
     if counts and len(counts) == len(found):
         error = case.compared(count=averages.count_with(counts)).error
@@ -199,6 +211,24 @@ def _padding(case: Case, comparison: Comparison) -> list[Reason]:
         return _padded_or_drawn(case, comparison, padded, splits, orders=orders, others=others)
     case.rig.task, case.splits = replace(case.rig.task, splittable=padded, micro_batch_size=None), splits
     return []
+
+
+def _padded_in_the_model(case: Case) -> Reason | None:
+    """Whether samples of several sizes give the whole's gradient once all have one, which the model pads them to."""
+    own = case.rig.splittable
+    if own.collate is not None or len(own.batches) != 1:
+        return None
+    for label, batch in of_one_size(own.batches[0], own.rows):
+        padded = Splittable([batch], broadcast=own.broadcast)
+        if case.is_exact(whole=case.rig.run(splittable=padded), splittable=padded):
+            found = reason(
+                "padding", "model",
+                shown=f"{label} and the others have several sizes, and once all have that of the largest, micro-"
+                "batches give the whole's gradient; the model pads them to the largest of each micro-batch, and what "
+                "it computes there, such as the statistics of a norm, is another one",
+            )  # fmt: skip
+            return replace(found, remedies=(_ONE_SIZE,))
+    return None
 
 
 def _mixing_modules(case: Case, comparison: Comparison) -> list[Reason]:
@@ -378,7 +408,7 @@ def _padded_or_drawn(
         if held.error <= case.tolerance:
             if not others:
                 # Other draws of torch are of samples, though they may be other ones where the padding is longer.
-                return [reason("collated together", "collate")] if orders else [reason("padding")]
+                return [reason("collated together", "collate")] if orders else [_PADDED]
             met = _meets(case)
             if met is not False:
                 return [reason("drawn together") if met else reason("not held", "collate", {"meet": None})]
@@ -386,7 +416,7 @@ def _padded_or_drawn(
             comparison.each, comparison.error = held.each, held.error
             case.notes.append(reason("drawn", "collate", {"operations": [OTHERS]}, shown=["`collate`"]))
             return []
-    return [reason("padding")]
+    return [_PADDED]
 
 
 def _as_long_as_own(samples: Splittable, padded: Splittable, is_left: bool) -> Splittable:

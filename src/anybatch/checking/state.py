@@ -31,7 +31,7 @@ class State:
         self._case = case
         self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
         self._parts = case.splits[-1]
-        self.error = 0.0  # how far off the gradient is, if it is
+        self.error = self.loss_error = 0.0  # how far off the gradient is, if it is, and the losses of that run
         self.is_made_once = False  # whether only the first call makes it, by the samples that it is given
 
     def reason(self) -> Reason | None:
@@ -68,6 +68,8 @@ class State:
         outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
         if isinstance(outcome, Outcome):
             error = outcome.error(alone, self._case.whole.norm)
+            if error > self.error:
+                self.loss_error = outcome.value_error(alone)
         self.error = max(self.error, error)
         return error > self._case.tolerance
 

@@ -39,6 +39,7 @@ _ADAPTERS = {
 }
 _FABRIC = ("lightning.fabric.", "lightning_fabric.")
 _SAME = 1e-3  # of a loss that is computed again on the same tensors
+_ALSO = re.compile(r" the same, such as (.+?); (?:take|with) ")  # another one, in the text of a refusal
 _COUNT = re.compile(r"^ +count=((?:anybatch\.|lambda )(?:(?!  #|\.\.\.).)*)(?:  #.*)?$", re.MULTILINE)  # a remedy
 
 
@@ -140,7 +141,7 @@ class FoundStep:
         ]  # fmt: skip
         self._step = step = step_at(file, line, names, [optimizer, *others])
         self._update = None if others else update_of(step)  # the gradients of others add up to a step of their own
-        self._trouble = self._count = ""
+        self._trouble = self._count = self._same = ""
         metrics: dict[str, str] = {}
         try:
             metrics = results_of(step)
@@ -204,7 +205,8 @@ class FoundStep:
         proposed = _COUNT.search(refusal)
         if proposed is None or not self._knows(proposed[1]):
             return None
-        self._count = proposed[1]
+        self._count, same = proposed[1], _ALSO.search(refusal)
+        self._same = same[1] if same is not None else ""
         return self.call._replace(options={**self.call.options, "count": self._counts()})
 
     def _knows(self, count: str) -> bool:
@@ -251,7 +253,7 @@ class FoundStep:
                 ) from error
             finally:
                 before.restore()
-        return Counted(self._count, float(self._counts()(batch)), terms)
+        return Counted(self._count, float(self._counts()(batch)), terms, same=self._same)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
         """Adds the lines to change to an answer, or why they can't be written."""

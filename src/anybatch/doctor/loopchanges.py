@@ -28,6 +28,7 @@ class Counted(NamedTuple):
     items: float  # of the whole batch
     terms: Mapping[str, torch.Tensor]  # what the forward gives, with its graph
     name: str = "items"  # of the number in the loss function
+    same: str = ""  # the code of another one that counts as many items of this batch
 
 
 def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, counted: Counted | None = None) -> Edit:
@@ -40,7 +41,11 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
     counted = None if counted is None else counted._replace(name=items)
     rows = results_of(step, counted)
     text = step.loss_text(function, rows, _count_line(step, counted, rows))
+    note = "" if counted is None or not counted.same else (
+        f"# count= is what the loss divides by; on this batch {counted.same} is the same\n"
+    )  # fmt: skip
     if update is None:
+        text = note + text
         scaler = f", scaler={step.scaler}" if step.scaler else ""
         size = f", {plan}" if plan else ""
         call = f"anybatch.backward({step.model_text}, {function}, {step.batch_text}{size}{scaler})"
@@ -48,7 +53,7 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
         options = [one for one in (budget, update.clip and f"clip_norm={update.clip}") if one]
         options += [f"scaler={step.scaler}"] if step.scaler else []
         made = f"anybatch.TrainStep({step.model_text}, {', '.join([function, update.optimizer, *options])})"
-        text += f"\n\n{stepper} = {made}"
+        text += f"\n\n{note}{stepper} = {made}"
         call = f"{stepper}({step.batch_text})"
     after = [
         f'{name} = {result}.metrics["{name}"]' if name == text else f'{name} = torch.tensor({result}.metrics["{name}"])'

@@ -170,7 +170,7 @@ def what_helps(
     more = f". Not planned, for time: {'; '.join(late)}" if late else ""
     if fits:
         return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}{more}"])
-    also = f"; of what was planned, these need less: {'; '.join(helps)}" if helps else ""
+    also = f"; of what was planned, these need less, but none fits alone: {'; '.join(helps)}" if helps else ""
     smaller = "Smaller samples or a smaller model are needed"
     if subject.is_recurrent or least is None:
         smaller = f"{_IN_CHUNKS if _goes_in_chunks(subject) else ''}{_SMALLER}"

@@ -11,6 +11,7 @@ from anybatch.errors import LossError, NotSplittable
 
 Verb = Literal["TrainStep", "backward"]
 
+_MOST_GROUPS, _CHANNELS = 32, 4  # of a GroupNorm, and those of a group: with one it would be an InstanceNorm
 _CALLS = {
     "TrainStep": "anybatch.TrainStep(model, loss_fn, optimizer",
     "backward": "anybatch.backward(model, loss_fn, batch",
@@ -75,6 +76,7 @@ def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, c
     """The error for a batch that may not be split."""
     pieces = "chunks of time" if cause.over_time else f"{micro_batches} micro-batches"
     why = cause.sentence(micro_batches)
+    each = f" For the first, and likewise for each of the {len(modules)}:" if len(modules) > 1 else ""
     return NotSplittable(
         f"{named(modules)} {'is' if len(modules) == 1 else 'are'} {_mode(modules)}: BatchNorm normalises each sample "
         "by the mean and the variance of all samples that run together, so in "
@@ -87,7 +89,7 @@ def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, c
         "   Coming from nn.DataParallel: there each replica did just this with its share of the batch, and the running "
         "statistics were those of the first device. The micro-batch takes the place of the share.\n"
         f"{_frozen(modules, cause)}"
-        f"4. Another model: GroupNorm and LayerNorm couple no samples.\n{_group_norm(modules)}\n"
+        f"4. Another model: GroupNorm and LayerNorm couple no samples.{each}\n{_group_norm(modules)}\n"
         "SyncBatchNorm is no way out: it joins the statistics of processes that run at the same time, and "
         "micro-batches run one after the other.",
         modules=list(modules),
@@ -145,9 +147,10 @@ def _line(cause: WhySplit, policy: str) -> str:
 
 
 def _group_norm(modules: Mapping[str, Any]) -> str:
+    """The line that puts a norm of groups of some channels each in the place of the first."""
     name, module = next(iter(modules.items()))
     channels = getattr(module, "num_features", 0)
-    groups = math.gcd(32, channels) or 1
+    groups = math.gcd(_MOST_GROUPS * _CHANNELS, channels) // _CHANNELS or 1
     parent, _, last = name.rpartition(".")
     owner = f'model.get_submodule("{parent}")' if parent else "model"
     return _code(

@@ -255,6 +255,17 @@ def test_a_term_that_is_read_is_weighed_by_the_count_of_the_loss(given: str, cou
     assert run(after, "after.py")["seen"] == pytest.approx(before, rel=2e-7)  # the loop reads a float32
 
 
+@pytest.mark.parametrize("which", ["take the one that the loss divides by", "with the labels in other places only"])
+def test_a_count_that_is_the_same_on_the_batch_is_a_comment(which: str) -> None:
+    step, question = found(epochs()), {"memory": "free"}
+    text = f"On this batch 1 other way to count gives the same, such as {CLASSES}; {which} it. Instead:"
+    assert step.counted(f"{text}\n    count=anybatch.count_samples\n") is not None
+    change = str(step.with_change({"plan": {"chosen": {"micro_batch_size": 32}}}, question)["after"])
+    comment = f"# count= is what the loss divides by; on this batch {CLASSES} is the same\n"
+    assert f"{comment}step = anybatch.TrainStep(" in change
+    assert comment not in str(answered(epochs(), "anybatch.count_samples")["after"])
+
+
 def test_a_term_with_items_of_its_own_is_not_weighed_by_those_of_the_loss() -> None:
     answer = answered(WEIGHED.format("None", "fair"), TOKENS)
     assert "not the mean over the" in str(answer["trouble"])

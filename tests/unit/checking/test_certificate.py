@@ -1,5 +1,6 @@
 """What ``check`` says: exact or not, why not, and lines that make it exact."""
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -185,6 +186,10 @@ def test_batch_norm_is_named_and_its_statistics_are_left_alone() -> None:
     assert (reason.where, reason.evidence["modules"]) == ("0", ["0"])
     assert "`0` (BatchNorm1d)" in reason.message
     assert certificate.error > 0.1
+    alone, double = copy.deepcopy(model).double(), batch.double()
+    with torch.no_grad():
+        whole, halves = loss_fn(alone, double), sum(loss_fn(alone, half) for half in double.chunk(2)) / 2
+    assert certificate.loss_error >= abs(halves - whole) / whole > 1e-4  # and not 0
     normalisation: Any = model[0]
     assert normalisation.running_mean.item() == 0.0
     assert normalisation.num_batches_tracked.item() == 0

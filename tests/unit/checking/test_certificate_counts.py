@@ -342,3 +342,23 @@ def test_padding_that_takes_part_in_the_loss_is_told_apart() -> None:
         LanguageModel(), lambda m, b: m(b["input_ids"]).pow(2).mean((1, 2)).mean(), samples, collate=collate
     )
     assert [reason.code for reason in certificate.reasons] == ["padding"]
+
+
+def test_the_count_of_a_loss_that_is_divided_by_something_else_stays_open() -> None:
+    batch = {"x": X[:, 0], "y": torch.arange(8) % 3, "is_b": torch.arange(8) > 2}
+    batch["seg"] = torch.arange(8.0).where(torch.tensor([1, 0, 1, 1, 1, 1, 0, 0]) > 0, -1.0)
+
+    def losses(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        out, kept = model(batch["x"]), batch["seg"] >= 0
+        odd = out.square().sum() / batch["x"].square().sum()
+        by_mask, marked = out[batch["is_b"]].square().mean(), (out[kept, 0] - batch["seg"][kept]).square().mean()
+        return {"a": F.cross_entropy(out, batch["y"]), "b": by_mask, "marked": marked, "odd": odd}
+
+    certificate = check(nn.Linear(5, 3), losses, batch)
+    remedy = next(one.remedy for one in certificate.reasons if one.where == "loss 'b'")
+    assert remedy == (
+        "count={'a': anybatch.count_samples, 'b': lambda batch: batch['is_b'].sum(), 'marked': lambda batch: "
+        "(batch['seg'] >= 0).sum(), 'odd': ...}  # ...: what these are divided by, which is not known"
+    )
+    counts = {**count_of(remedy), "odd": lambda batch: batch["x"].square().sum()}
+    assert check(nn.Linear(5, 3), losses, batch, count=counts).exact

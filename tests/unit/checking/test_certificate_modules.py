@@ -1,6 +1,6 @@
 """Modules, hooks, buffers and random numbers: who couples the samples, and what only seems to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -357,3 +357,49 @@ def test_a_compiled_model_a_window_and_sparse_gradients_are_checked() -> None:
     assert assert_exact(nn.Linear(5, 3), cross_entropy, window).samples == 6
     bag = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3))
     assert_exact(bag, cross_entropy, {"x": torch.randint(0, 20, (8, 6)), "y": torch.randint(0, 3, (8,))})
+
+
+class Padding(nn.Module):
+    """Pads images to the largest that run together, as detectors do."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4) if norm else nn.Identity())
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        height, width = (max(one.shape[dim] for one in images) for dim in (1, 2))
+        whole = [F.pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in images]
+        found: torch.Tensor = self.body(torch.stack(whole))
+        kept = [
+            one[:, : image.shape[1], : image.shape[2]].mean((1, 2)) for one, image in zip(found, images, strict=True)
+        ]
+        return torch.stack(kept)
+
+
+def pictures(sizes: Sequence[int]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {"images": [torch.randn(3, n, 2 * n) for n in sizes], "t": torch.randn(len(sizes), 4)}
+
+
+def test_images_that_the_model_pads_to_the_largest_of_a_micro_batch() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return (model(batch["images"]) - batch["t"]).square().mean()
+
+    batch = pictures((4, 6, 8, 5, 7, 4, 9, 5))
+    (found,) = anybatch.check(Padding(norm=True), loss_fn, batch).reasons
+    assert (found.code, found.where) == ("padding", "model")
+    assert "batch['images'][0] and the others have several sizes" in found.message
+    images, height, width = batch["images"], 9, 18
+    images = eval(found.remedy.partition("= ")[2], {"F": F, "images": images, "height": height, "width": width})
+    assert anybatch.check(Padding(norm=True), loss_fn, {**batch, "images": images}).exact
+    assert anybatch.check(Padding(norm=False), loss_fn, batch).exact
+
+
+def test_images_of_several_sizes_are_not_the_cause_of_everything() -> None:
+    def ratio(model: Any, batch: Any) -> Any:
+        out = model(batch["images"])
+        return out.square().sum() / (out - batch["t"]).abs().sum()
+
+    (found,) = anybatch.check(Padding(norm=False), ratio, pictures((4, 6, 8, 5, 7, 4, 9, 5))).reasons
+    assert found.code == "not-additive"

@@ -18,7 +18,19 @@ from anybatch.units import format_bytes, parse_bytes
 CPU = torch.device("cpu")
 HERE = Target("cpu", "cpu", 0, True)
 CARD = Target("24GiB", "cuda", 24 * 2**30, False)
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1000, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10,
+    "G": 2**30,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 1000,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 @given(st.integers(1, 10**15), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]), st.booleans())

@@ -107,6 +107,16 @@ def test_the_lines_of_code_run(name: str) -> None:
             model(batch["x"])
 
 
+@pytest.mark.parametrize(("channels", "groups"), [(16, 4), (64, 16), (256, 32), (12, 1), (24, 2), (3, 1), (18, 1)])
+def test_a_group_has_several_channels(channels: int, groups: int) -> None:
+    """A GroupNorm of as many groups as channels would be an InstanceNorm."""
+    text = message(model=nn.Sequential(nn.Conv2d(3, channels, 1), nn.BatchNorm2d(channels)))
+    assert f"torch.nn.GroupNorm({groups}, {channels})" in text
+    nn.GroupNorm(groups, channels)
+    assert "For the first" not in text
+    assert "For the first, and likewise for each of the 17:" in message()
+
+
 def test_the_choices_come_in_order() -> None:
     text = message(CAUSES["size"][0])
     order = [
