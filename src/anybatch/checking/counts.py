@@ -44,7 +44,9 @@ class _Other(NamedTuple):
 
     def are_apart(self, batches: Sequence[Any], rows: Sequence[int]) -> bool:
         """Whether the two weigh some batches otherwise."""
-        own, other = (torch.tensor([*map(one.number, batches, rows)], dtype=torch.float64) for one in self[:2])
+        own, other = (
+            torch.tensor([*map(one.number, batches, rows)], dtype=torch.float64, device="cpu") for one in self[:2]
+        )
         return bool(((own / own.sum() - other / other.sum()).abs() > _ROUNDING).any())
 
 
