@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.checking.proving import Proofs
 from anybatch.errors import NotSplittable
-from anybatch.interception import gradients_aside, unobserved
+from anybatch.interception import gradients_aside
 from anybatch.loss.losses import InPieces
 from anybatch.options import Verify
 from anybatch.planning.running import undisturbed
@@ -42,7 +42,7 @@ def refusal_of(subject: Subject, size: float, verify: Verify) -> NotSplittable |
     if settings.reducer.is_shared:  # which prove it together
         return None
     try:
-        with unobserved(), without_user_modes(), gradients_aside(), undisturbed(subject, is_fake=True):
+        with without_user_modes(), gradients_aside(), undisturbed(subject, is_fake=True):
             before = Snapshot(subject.roots, None, subject.loss_fn)
             parts, given = subject.splittable.plan(size, oversized="alone"), (subject.count, settings)
             task = Task(
