@@ -105,7 +105,7 @@ def plan(
     subject, target = subject_of(
         batch, device, model=model, loss_fn=loss_fn, memory=memory, count=count, broadcast=broadcast, layout=layout,
         collate=collate, cost=cost, autocast=autocast, inputs=inputs, batch_norm=batch_norm, accumulate=accumulate,
-        optimizer=optimizer, clip_norm=clip_norm, blocks=blocks,
+        optimizer=optimizer, clip_norm=clip_norm, blocks=blocks, verify=verify,
     )  # fmt: skip
     is_proved = verify != "off" and target.is_present and not any(one.is_meta for one in subject.parameters)
     is_proved = is_proved and not isinstance(subject.loss_fn, InPieces)  # whose pieces a step proves as they are then

@@ -77,3 +77,8 @@ def test_nothing_stays_of_the_proof() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model[0].weight.grad is given
     assert model[2].weight.grad is None
+
+
+def test_an_unknown_way_to_verify_is_refused() -> None:
+    with pytest.raises(anybatch.errors.BatchError, match=r"verify='frist'"):
+        planned(adds_up, "1MiB", verify="frist")
