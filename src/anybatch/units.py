@@ -1,6 +1,7 @@
 """Bytes, seconds and counts as text."""
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -108,3 +109,14 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def at_lines(lines: Sequence[int]) -> str:
+    """Lines of a file as words.
+
+    Example:
+        >>> at_lines([10]), at_lines([10, 12, 15])
+        ('line 10', 'lines 10, 12 and 15')
+    """
+    *others, last = map(str, lines)
+    return f"lines {', '.join(others)} and {last}" if others else f"line {last}"

@@ -21,6 +21,7 @@ from anybatch.cli.doctor_child import TorchFinder
 from anybatch.cli.options import INTERRUPTED
 from anybatch.cli.plan_loops import FoundStep, LoopWatch, users_frame
 from anybatch.cli.script import ONLY_RANK, RESULT
+from anybatch.units import at_lines
 
 _PACKAGE = str(Path(__file__).parents[1])
 _RATED = 8  # batches of the range test, the last that were seen
@@ -110,9 +111,9 @@ class Answer:
         frame, library = users_frame(sys._getframe(1))
         self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0), library)
 
-    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float) -> NoReturn:
-        """Answers about a step of a plain loop; does not return."""
-        self._about(partial(FoundStep, names, file, line, optimizer, loss), (file, line))
+    def found(self, names: dict[str, Any], file: str, line: int, *update: Any) -> NoReturn:
+        """Answers about a step of a plain loop, which ``FoundStep`` is made of; does not return."""
+        self._about(partial(FoundStep, names, file, line, *update), (file, line))
 
     def _about(
         self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int], library: str = ""
@@ -184,18 +185,27 @@ def _checked(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
 
 
 def _with_others(facts: dict[str, Any], found: FoundStep) -> dict[str, Any]:
-    """A certificate that says which losses of the loop it is not of."""
+    """A certificate that says what of the loop it is not of: other losses, and weights of the loop's own."""
     from anybatch.records.certificates import Reason
 
+    told = list[Reason]()
     if lines := found.other_backwards:
-        told = Reason(
+        told += [Reason(
             "other-losses", "loss",
             f"Only the loss that goes back at {found.at} was checked. The loop calls backward() for other losses, too "
-            f"(lines {', '.join(map(str, lines))}), which may couple samples where this one does not.",
+            f"({at_lines(lines)}), which may couple samples where this one does not.",
             ('return {"first": first, "second": second}  # in one loss function, where they are of the same update',),
             {"lines": lines},
-        )  # fmt: skip
-        facts["certificate"]["notes"] = [*facts["certificate"]["notes"], told.to_dict()]
+        )]  # fmt: skip
+    elif (many := found.batches) > 1:
+        told += [Reason(
+            "weighed-by-hand", "loss",
+            f"The loop adds up the gradients of {many} batches at {found.at} and weighs them itself, which was not "
+            "checked: that is the gradient of all their samples only where each batch has as many items to count.",
+            (f"for window in anybatch.windows(loader, batches={many}):  # anybatch plan writes the whole loop",),
+            {"batches": many},
+        )]  # fmt: skip
+    facts["certificate"]["notes"] = [*facts["certificate"]["notes"], *(one.to_dict() for one in told)]
     return facts
 
 

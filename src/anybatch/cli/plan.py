@@ -19,7 +19,7 @@ from anybatch.records.plans import SHARDS, Plan, RankPlan, Shard
 from anybatch.report import frontier
 from anybatch.report.frontier import micro_batches
 from anybatch.report.terminal import Terminal
-from anybatch.units import format_bytes, read_budget
+from anybatch.units import at_lines, format_bytes, read_budget
 
 _WIDTH = 80
 _KIND_BYTES = 200  # within which a file of anybatch says what it is
@@ -186,7 +186,7 @@ def _notes(ending: Ending) -> list[str]:
     if lines := ending.facts.get("other_backwards"):
         notes.append(
             f"The figures are of the loss that goes back at {ending.facts['found']} alone. The loop calls backward() "
-            f"for other losses, too (lines {', '.join(map(str, lines))}); where they are of the same update, have one "
+            f"for other losses, too ({at_lines(lines)}); where they are of the same update, have one "
             'loss function return them in a mapping, as in: return {"first": first, "second": second}'
         )
     if ending.facts.get("refusal"):

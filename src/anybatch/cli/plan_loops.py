@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
@@ -24,6 +24,7 @@ from anybatch.units import format_bytes
 
 if TYPE_CHECKING:
     from anybatch.doctor.loopchanges import Counted
+    from anybatch.doctor.loopparts import Windowed
 
 _LIGHTNING = (
     "Lightning takes the steps; add anybatch.integrations.lightning.ExactGradient to the callbacks, or with "
@@ -72,6 +73,7 @@ class LoopWatch:
     def __init__(self, found: Callable[..., None], refused: Callable[[str], None]) -> None:
         self._found, self._refused = found, refused
         self._seen: tuple[dict[str, Any], str, int] | None = None
+        self._items: list[Any] = []  # what later backwards of the same update handle
         self._handles: list[Any] = []
         self._loss = math.nan
         self._within: Any = None  # an optimizer that evaluates a closure, which goes back within its step
@@ -103,14 +105,28 @@ class LoopWatch:
     def _look(self, frame: FrameType | None, loss: Any) -> None:
         if "anybatch.step" in sys.modules or "anybatch.backpropagation" in sys.modules:
             return  # the script has a step of anybatch's, or is about to make one
-        if self._seen is not None:
-            return
         frame, library = users_frame(frame)
+        if self._seen is not None:
+            self._go_on(frame, *self._seen[1:])
+            return
         if frame is None or library:
             self._refused(_ADAPTERS.get(library, f"{library or 'a library'} calls backward(), not the script itself"))
             return
         self._seen = {**frame.f_globals, **frame.f_locals}, frame.f_code.co_filename, frame.f_lineno
         self._loss = loss.detach().item() if loss.numel() == 1 else math.nan
+
+    def _go_on(self, frame: FrameType | None, file: str, line: int) -> None:
+        """Keeps what a loop handles that goes back again before its first update."""
+        from anybatch.doctor.loopwindows import item_at
+
+        if frame is None or (frame.f_code.co_filename, frame.f_lineno) != (file, line):
+            return
+        if (item := item_at(file, line)) is None or self._seen is None:
+            return
+        before = self._items[-1] if self._items else eval(item, self._seen[0])
+        now = eval(item, {**frame.f_globals, **frame.f_locals})
+        if list(map(id, _parts(before))) != list(map(id, _parts(now))):  # else the same iteration goes back again
+            self._items.append(now)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._within = optimizer
@@ -118,56 +134,70 @@ class LoopWatch:
 
     def _end(self) -> None:
         if self._seen is not None and self._within is not None:
-            self._found(*self._seen, self._within, self._loss)
+            self._found(*self._seen, self._within, self._loss, self._items)
+
+
+def _parts(item: Any) -> list[Any]:
+    return [part for one in item for part in _parts(one)] if type(item) is tuple else [item]
 
 
 class FoundStep:
     """A step that was found in a plain loop, as a call of anybatch.
 
-    The gradients of its model are set to ``None``.
+    The gradients of its model are set to ``None``. ``items`` is what the loop handled in further backwards before its
+    first update, if that was seen; then the call has a window of batches.
 
     Raises:
         StepUnclear: the step can't be separated from the rest of the loop.
     """
 
-    def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float = math.nan) -> None:
+    def __init__(
+        self, names: dict[str, Any], file: str, line: int, optimizer: Any, loss: float = math.nan,
+        items: Sequence[Any] | None = None,
+    ) -> None:  # fmt: skip
+        from anybatch.batch.windowing import Window
         from anybatch.doctor.loopchanges import results_of
-        from anybatch.doctor.loopsteps import StepUnclear, step_at, value_of
+        from anybatch.doctor.loopparts import StepUnclear, value_of
+        from anybatch.doctor.loopsteps import step_at
         from anybatch.doctor.loopupdates import run_behind, update_of
 
         others = [
             one for one in _optimizers(names) if one is not optimizer
             and any(each.grad is not None for group in one.param_groups for each in group["params"])
         ]  # fmt: skip
-        self._step = step = step_at(file, line, names, [optimizer, *others])
+        self.batches = 0 if items is None else 1 + len(items)
+        window, self._trouble = _window_of(file, line, names, self.batches)
+        self._step = step = step_at(file, line, names, [optimizer, *others], window)
         self._update = None if others else update_of(step)  # the gradients of others add up to a step of their own
-        self._trouble = self._count = self._same = ""
+        self._count = self._same = ""
         metrics: dict[str, str] = {}
         try:
             metrics = results_of(step)
         except StepUnclear as error:
-            self._trouble = str(error)
+            self._trouble = self._trouble or str(error)
         for parameter in step.model.parameters():
             parameter.grad = None  # a step begins without
         clip = float(eval(self._update.clip, dict(names))) if self._update and self._update.clip else None
         options = {"optimizer": [optimizer, *others], "clip_norm": clip, "verify": "first"}
         # the step as the arguments of a ``TrainStep``
-        self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
+        batch = step.logical_batch if window is None else Window([step.logical_batch, *(items or ())])
+        self.call = Call(step.model, step.loss_fn(metrics), batch, options)
         draws_batch = any("(" in text for text in step.taken_out.values())
         if math.isfinite(loss) and not run_behind(step).changes and not draws_batch:
             scale = value_of(step.scaler, names).get_scale() if step.scaler else 1.0
-            self._check_loss(loss / scale)
+            self._check_loss(loss / scale * (1 if window is None else window.divided))
 
     def _check_loss(self, loss: float) -> None:
         """Refuses a forward that gives another loss when it runs again, though it neither draws nor has a state."""
         import torch
 
-        from anybatch.doctor.loopsteps import StepUnclear
+        from anybatch.doctor.loopparts import StepUnclear
         from anybatch.interception import unobserved
         from anybatch.tensors.modules import modules_behind
         from anybatch.update.transaction import Snapshot
 
-        model, loss_fn, batch, _ = self.call
+        model, loss_fn, _, _ = self.call
+        batch = self._step.logical_batch
         before = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
         found, drawn = [], _generators(self._step.names)
         try:
@@ -232,12 +262,13 @@ class FoundStep:
         import torch
 
         from anybatch.doctor.loopchanges import Counted, results_of
-        from anybatch.doctor.loopsteps import StepUnclear
+        from anybatch.doctor.loopparts import StepUnclear
         from anybatch.interception import unobserved
         from anybatch.tensors.modules import modules_behind
         from anybatch.update.transaction import Snapshot
 
-        model, loss_fn, batch, _ = self.call
+        model, loss_fn, _, _ = self.call
+        batch = self._step.logical_batch
         names = [name for name, text in results_of(self._step).items() if text != name]
         terms = dict[str, torch.Tensor]()
         if names:  # the backward of the loop has freed what the graph saved
@@ -259,7 +290,8 @@ class FoundStep:
         """Adds the lines to change to an answer, or why they can't be written."""
         from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.loopchanges import change_of
-        from anybatch.doctor.loopsteps import StepUnclear
+        from anybatch.doctor.loopparts import StepUnclear
+        from anybatch.doctor.loopwindows import clean
 
         chosen = facts.get("plan", {}).get("chosen", {})
         is_split_only = not any(chosen.get(name) for name in ("recompute", "offload", "autocast"))
@@ -280,14 +312,26 @@ class FoundStep:
                     budget = "" if _fits_whole(facts["plan"]) else f"plan=anybatch.Plan.load({saved})"
                 budget, plan = (", ".join(filter(None, [one, *more])) for one in (budget, plan))
                 edit = change_of(self._step, self._update, budget, plan, counted)
-                diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
-                changed = {"change": diff, "after": edit.after if self._update else ""}
+                before, after = Path(edit.path).read_bytes().decode(), clean(edit.after)
+                diff = unified({edit.path: before}, {edit.path: after}, str(Path.cwd()))
+                changed = {"change": diff, "after": after if self._update else ""}
             except StepUnclear as error:
                 self._trouble = str(error)
         facts.get("plan", {}).get("fingerprint", {}).pop("loss", None)  # the user's function is yet to be written
         found = {"found": self.at, "batch": self._step.batch_text, "other_backwards": self.other_backwards}
         count = "" if facts.get("refusal") else self._count  # of the call to write where no lines can be
         return facts | changed | found | {"trouble": self._trouble, "count": count}
+
+
+def _window_of(file: str, line: int, names: Mapping[str, Any], batches: int) -> "tuple[Windowed | None, str]":
+    """The loop of a backward as one over windows, or why it can't be written so."""
+    from anybatch.doctor.loopparts import StepUnclear
+    from anybatch.doctor.loopwindows import windowed
+
+    try:
+        return windowed(file, line, names, batches), ""
+    except StepUnclear as error:
+        return None, str(error)
 
 
 def _generators(names: Mapping[str, Any]) -> list[str]:

@@ -10,9 +10,10 @@ import torch
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.looplooks import value_at
-from anybatch.doctor.loopnames import inputs_of, rows_of, stored
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear
+from anybatch.doctor.loopnames import free_name, inputs_of, rows_of, stored
+from anybatch.doctor.loopparts import LoopStep, StepUnclear
 from anybatch.doctor.loopupdates import Update, check_behind, home_of, run_behind
+from anybatch.doctor.loopwindows import joined
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 _MOST_NODES = 1000
@@ -37,11 +38,12 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
     ``budget`` are the arguments of a ``TrainStep`` that say how to split, ``plan`` those of ``anybatch.backward``.
     """
     taken = set(step.names) | stored([step.source.tree])
-    function, result, stepper, items = (_free(taken, one) for one in ("loss_fn", "result", "step", "items"))
+    function, result, stepper, items = (free_name(taken, one) for one in ("loss_fn", "result", "step", "items"))
     counted = None if counted is None else counted._replace(name=items)
     rows = results_of(step, counted)
     text = step.loss_text(function, rows, _count_line(step, counted, rows))
-    note = "" if counted is None or not counted.same else (
+    note = "" if step.windowed is None else step.windowed.note
+    note += "" if counted is None or not counted.same else (
         f"# count= is what the loss divides by; on this batch {counted.same} is the same\n"
     )  # fmt: skip
     if update is None:
@@ -61,10 +63,10 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
     ]
     if isinstance(step.loss, ast.Name) and step.loss.id in _outside(step):
         after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
-    reads, loss = _loss_reads(step), _free(taken, "loss")
+    reads, loss = _loss_reads(step), free_name(taken, "loss")
     if reads:
         after.append(f"{loss} = torch.tensor({result}.loss)")
-    lines = [f"{result} = {call}" if after else call, *after]
+    lines = [f"{result} = {call}" if after else call, *after, *_joined_items(step)]
     try:
         return step.source.edit(
             [*_edits(step, update, text, lines), *(step.source.replaced(one, loss) for one in reads)]
@@ -89,8 +91,20 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     if len(lines) > 1 and block[0].lineno == step.back.lineno and line[: block[0].col_offset].strip():
         raise StepUnclear(f"{step.where(step.back)} stands in the line of its loop; put it in a line of its own")
     yield source.replaced(step.back, f"\n{source.indent(step.back)}".join(lines))
+    if step.windowed is not None and isinstance(loop := step.loops[0], ast.For):
+        parts = (one for one in nodes_in(loop.target, ast.expr) if source.of(one) == step.windowed.item)
+        yield source.replaced(next(parts), step.windowed.window)
     for one in run_behind(step).statements:
         yield from source.moved(one, step.back, after=True)
+
+
+def _joined_items(step: LoopStep) -> list[str]:
+    """The lines that join what the loop reads of each batch of a window after the step."""
+    if step.windowed is None:
+        return []
+    loop = step.loops[0]
+    later = [*_from_here(step, loop), *(_after(step, loop) if isinstance(loop, LOOPS) else [])]
+    return joined(step, later)
 
 
 def _import(step: LoopStep) -> Change:
@@ -101,10 +115,6 @@ def _import(step: LoopStep) -> Change:
     if not behind and ast.get_docstring(source.tree) is not None:
         behind = body[:1]
     return source.inserted((behind or body[:1])[-1], "import anybatch", after=bool(behind))
-
-
-def _free(taken: set[str], name: str) -> str:
-    return next(one for one in (name, f"batch_{name}", f"anybatch_{name}") if one not in taken)
 
 
 def _outside(step: LoopStep) -> set[str]:

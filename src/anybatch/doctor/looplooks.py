@@ -13,13 +13,13 @@ import torch
 
 from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
 from anybatch.doctor.loopnames import root_of
-from anybatch.doctor.loopsteps import LoopStep
+from anybatch.doctor.loopparts import LoopStep
 from anybatch.doctor.values import storage_of
 
 LEAVES = (ast.Return, ast.Break, ast.Continue)
 _EXITS = ("exit", "_exit", "quit", "abort")
-HARMLESS = ("print", "append", "item")
-LOOKS = (*HARMLESS, "len", "size", "numel", "detach", "cpu", "float", "int")
+HARMLESS = ("print", "append", "item", "len")
+LOOKS = (*HARMLESS, "size", "numel", "detach", "cpu", "float", "int")
 NEEDS_GRAPH = ("grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward")
 _ACTS = (
     *_EXITS,

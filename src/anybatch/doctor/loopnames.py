@@ -2,7 +2,7 @@
 
 import ast
 import types
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Container, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
         if called(call) in _FILLS or called(call).endswith("_"):  # losses.append(loss), x.mul_(2)
             found.add(root_of(call.func))
     return found
+
+
+def free_name(taken: Container[str], name: str) -> str:
+    """A name, with a beginning that makes it a new one where need be."""
+    return next(one for one in (name, f"batch_{name}", f"anybatch_{name}") if one not in taken)
 
 
 def root_of(node: ast.AST) -> str:

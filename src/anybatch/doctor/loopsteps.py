@@ -4,10 +4,8 @@ import ast
 import builtins
 import copy
 import itertools
-import linecache
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,139 +13,19 @@ import torch
 from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import UnclearEdit, UserSource
 from anybatch.doctor.loopnames import holds_samples, inputs_of, is_flat, read, root_of, rows_of, size_of, stored
-from anybatch.errors import AnyBatchError
-from anybatch.records.means import Mean
+from anybatch.doctor.loopparts import LoopStep, StepUnclear, Windowed, value_of
 
 _DRAWS = frozenset({"randint", "randperm", "choice", "choices", "sample", "permutation", "integers", "multinomial"})
 _HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
 _GOES_ELSEWHERE = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 
 
-class StepUnclear(AnyBatchError):
-    """The step can't be separated from its loop; the text says why, and what to do."""
-
-
-def branches_of(source: UserSource, node: ast.AST) -> dict[ast.AST, bool]:
-    """The ``if`` statements around a node, and whether it is in their ``else``."""
-    inner = [node, *source.ancestors(node)]
-    return {outer: inside in outer.orelse for inside, outer in itertools.pairwise(inner) if isinstance(outer, ast.If)}
-
-
-@dataclass(slots=True)
-class LoopStep:
-    """The part of a loop that handles one batch, up to its backward."""
-
-    source: UserSource  # the file
-    back: ast.stmt  # the statement that calls ``backward``
-    loss: ast.expr  # the expression whose backward it is, without the scale of a ``GradScaler``
-    scaler: str  # what the loop calls its ``GradScaler``; empty without one
-    names: Mapping[str, Any]  # what the loop's names were at the backward
-    forward: list[ast.stmt] = field(default_factory=list)  # the statements that make the loss of the batch
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)  # what is trained, by what the loop calls it
-    batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name in the loss function
-    taken_out: dict[str, str] = field(default_factory=dict)  # of these, how the loop calls x[i : i + 64], by that name
-
-    @property
-    def loops(self) -> Sequence[ast.stmt]:
-        """The loops around the backward within its function, the innermost first."""
-        return self.source.loops_around(self.back)
-
-    @property
-    def other_backwards(self) -> list[int]:
-        """The lines of the loop, or of the function, that call ``backward`` for other losses."""
-        source, own = self.source, branches_of(self.source, self.back)
-        found = source.calls(self.loops[0] if self.loops else source.scope(self.back), "backward")
-        found = [one for one in found if source.around(one) is not self.back]
-        others = [(one.lineno, branches_of(source, one)) for one in found]
-        return [line for line, branches in others if all(branches.get(one, way) == way for one, way in own.items())]
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model for anybatch: the trained module, or a ``ModuleList`` of several."""
-        found = list(self.modules.values())
-        return found[0] if len(found) == 1 else torch.nn.ModuleList(found)
-
-    @property
-    def model_text(self) -> str:
-        """The code for ``model``."""
-        texts = list(self.modules)
-        return texts[0] if len(texts) == 1 else f"torch.nn.ModuleList([{', '.join(texts)}])"
-
-    @property
-    def logical_batch(self) -> Any:
-        """The batch for anybatch: the one variable, or a tuple of several."""
-        values = tuple(self.batch.values())
-        return values[0] if len(values) == 1 else values
-
-    @property
-    def batch_text(self) -> str:
-        """The code for ``logical_batch``."""
-        texts = [self.taken_out.get(name, name) for name in self.batch]
-        return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
-
-    def where(self, node: ast.AST) -> str:
-        """The file and line of a node."""
-        return f"{self.source.path}:{getattr(node, 'lineno', '?')}"
-
-    @property
-    def rows_text(self) -> str:
-        """The code for the number of samples in the batch; empty if no tensor of it has a name."""
-        rows = rows_of(self.logical_batch)
-        for name, value in self.batch.items():
-            parts = {name: value} if not isinstance(value, Mapping) else {f"{name}[{k!r}]": value[k] for k in value}
-            for text, one in parts.items():
-                if isinstance(one, torch.Tensor) and one.dim() and len(one) == rows:
-                    return f"len({text})"
-        return ""
-
-    @property
-    def samples_text(self) -> str:
-        """What the function of ``loss_text`` calls its batch."""
-        taken = inputs_of([*self.forward, self.loss]) | self.batch.keys()
-        return next(iter(self.batch)) if len(self.batch) == 1 else "samples" if "batch" in taken else "batch"
-
-    def loss_text(self, name: str = "loss_fn", metrics: Mapping[str, str] | None = None, line: str = "") -> str:
-        """The forward as the code of a function of the model and the batch, and of one more line.
-
-        It returns ``metrics`` beside the loss.
-        """
-        only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
-        parameter = only.rpartition(".")[2]
-        taken, samples = inputs_of([*self.forward, self.loss]), self.samples_text
-        lines = [f"def {name}({parameter}, {samples}):"]
-        lines += [f"    {', '.join(self.batch)} = {samples}"] if len(self.batch) > 1 else []
-        shorter = {text: name for name, text in self.taken_out.items()}
-        shorter |= {only: parameter} if only != parameter and parameter not in taken else {}
-        for statement in self.forward:
-            lines += [f"    {line}" if line else "" for line in self._text(statement, shorter).split("\n")]
-        lines += [f"    {line}"] if line else []
-        beside = ", ".join(f'"{key}": {text}' for key, text in (metrics or {}).items())
-        lines.append(f"    return {self._text(self.loss, shorter)}{f', {{{beside}}}' if metrics else ''}")
-        return "\n".join(lines)
-
-    def _text(self, node: ast.stmt | ast.expr, shorter: Mapping[str, str]) -> str:
-        """The user's text of a node without its indentation, with the names of the parameters."""
-        if any("\n" in self.source.of(one) for one in ast.walk(node) if isinstance(one, ast.Constant | ast.JoinedStr)):
-            raise StepUnclear(f"{self.where(node)} holds a string of several lines; give it a name before the loop")
-        data, begin = self.source.of(node).encode(), self.source.start(node)
-        for one in sorted(_named_so(self.source, node, shorter), key=self.source.start, reverse=True):
-            new = shorter[self.source.of(one)].encode()
-            data = data[: self.source.start(one) - begin] + new + data[self.source.end(one) - begin :]
-        indent = " " * node.col_offset
-        return "\n".join(line.removeprefix(indent) for line in data.decode().split("\n"))
-
-    def loss_fn(self, metrics: Mapping[str, str] | None = None) -> Callable[..., Any]:
-        """The function of ``loss_text``, with the loop's variables as globals."""
-        names, name = {"anybatch": types.SimpleNamespace(Mean=Mean), **self.names}, "anybatch_loss"
-        text, file = self.loss_text(name, metrics), f"<the forward of {self.source.path}>"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
-        exec(compile(text, file, "exec"), names)
-        found: Callable[..., Any] = names[name]
-        return found
-
-
 def step_at(
-    file: str, line: int, names: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
+    file: str,
+    line: int,
+    names: Mapping[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    windowed: Windowed | None = None,
 ) -> LoopStep:
     """Finds the step that contains a line of a loop; by default all optimizers in ``names`` are its own.
 
@@ -155,21 +33,32 @@ def step_at(
         StepUnclear: the step can't be separated from the rest of the loop.
     """
     try:
-        source = UserSource(file)
+        source = UserSource(file, None if windowed is None else windowed.text)
         back, call = _backward(source, source.statement(line))
     except UnclearEdit as error:
         raise StepUnclear(str(error)) from None
     loss, scaler = _loss(source, call, names)
-    step = LoopStep(source, back, loss, scaler, names)
+    step = LoopStep(source, back, loss, scaler, names, windowed=windowed)
     optimizers = optimizers or [one for one in names.values() if isinstance(one, torch.optim.Optimizer)]
     trained = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     before = _before(source, back)
     _find_modules(step, before, trained)
     step.forward = _forward(step, before)
     _find_batch(step)
+    _check_item(step)
     _check_carried(step)
     _check_inner_calls(step)
     return step
+
+
+def _check_item(step: LoopStep) -> None:
+    """Refuses what a loop over windows reads beside the items of its loader, one of which is a batch."""
+    others = (step.batch.keys() - step.windowed.names) | step.taken_out.keys() if step.windowed else ()
+    if others:
+        raise StepUnclear(
+            f"the loop at {step.where(step.back)} adds up the gradients of several batches, and its forward reads "
+            f"{min(others)!r}, which is no part of what the loader yields; have the loader yield it with the batch"
+        )
 
 
 def _check_carried(step: LoopStep) -> None:
@@ -251,15 +140,6 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
     return loss, ""
 
 
-def value_of(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of a dotted name; ``None`` if it does not exist."""
-    first, *attributes = text.split(".")
-    value = names.get(first)
-    for one in attributes:
-        value = getattr(value, one, None)
-    return value
-
-
 def _named(source: UserSource, nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names, and names with attributes, that are read."""
     for node in nodes_in(nodes, ast.expr):
@@ -309,6 +189,7 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
     first = uses.index(True) if True in uses else next((i for i, one in enumerate(chain) if stored([one]) & ends), 0)
     if True not in uses and any(text in step.modules for text in _named(step.source, [step.loss])):
         first = len(chain)
+    first = first if step.windowed is None else 0  # a batch of a window is what the loader yields
     forward = chain[first:]
     for statement in reversed(chain[:first]):
         inputs = inputs_of([*forward, step.loss])
@@ -447,15 +328,6 @@ class _Renamed(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         name = self._names.get(self._source.of(node))
         return self.generic_visit(node) if name is None else ast.Name(name, ast.Load())
-
-
-def _named_so(source: UserSource, node: ast.AST, texts: Container[str]) -> Iterator[ast.expr]:
-    """The outermost expressions in a node that have one of the texts."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and source.of(node) in texts:
-        yield node
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _named_so(source, child, texts)
 
 
 def _taken_out(step: LoopStep, inside: Set[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
 from anybatch.doctor.looplooks import HARMLESS, LEAVES, LOOKS, NEEDS_GRAPH, leaves, may_look, only_looks, value_at
 from anybatch.doctor.loopnames import inputs_of, read, root_of, stored
-from anybatch.doctor.loopsteps import LoopStep, StepUnclear, value_of
+from anybatch.doctor.loopparts import LoopStep, StepUnclear, value_of
 from anybatch.userlines import USERS, whose_file
 
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)

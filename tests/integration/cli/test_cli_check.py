@@ -205,7 +205,28 @@ def test_a_loss_that_goes_back_beside_the_one_that_is_checked_is_noted(folder: P
     assert done.returncode == 1, done.stderr
     note = " ".join(done.stdout.split())
     assert "note: other-losses, in loss: Only the loss that goes back at" in note
-    assert "plain.py:9 was checked. The loop calls backward() for other losses, too (lines 10)" in note
+    assert "plain.py:9 was checked. The loop calls backward() for other losses, too (line 10)" in note
+
+
+BY_HAND = """
+import torch, torch.nn.functional as F
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for i, (x, y) in enumerate([(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(6)]):
+    loss = F.cross_entropy(model(x), y)
+    (loss / 3).backward()
+    if (i + 1) % 3 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_loop_that_adds_up_batches_by_hand_is_noted(folder: Path) -> None:
+    (folder / "plain.py").write_text(BY_HAND, encoding="utf-8")
+    done = anybatch(folder, "check", "plain.py")
+    assert done.stdout.startswith("exact")
+    assert "weighed-by-hand, in loss: The loop adds up the gradients of 3 batches" in " ".join(done.stdout.split())
 
 
 def test_a_format_that_there_is_not_is_refused(folder: Path) -> None:

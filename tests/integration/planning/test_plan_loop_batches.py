@@ -6,7 +6,7 @@ samples; an optimizer that is left out of the bytes; a name that the changed loo
 
 import pytest
 
-from anybatch.doctor.loopsteps import StepUnclear
+from anybatch.doctor.loopparts import StepUnclear
 from plan_loop_scripts import folder, found  # noqa: F401 - one is a fixture
 
 SLICED = """

@@ -19,7 +19,7 @@ from anybatch.cli import child
 from anybatch.cli.plan import _notes
 from anybatch.cli.plan_loops import _COUNT
 from anybatch.cli.script import Ending
-from anybatch.doctor.loopsteps import StepUnclear
+from anybatch.doctor.loopparts import StepUnclear
 from plan_loop_scripts import BATCHES, HEAD, ahead, changed, epochs, folder, found, run  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
 
@@ -193,7 +193,7 @@ for x, y in loader:
     lines = (HEAD + loop).splitlines()
     assert answer["other_backwards"] == [lines.index("    second.backward()") + 1]
     note = _notes(Ending("planned", {"micro_batch_size": None, "updates": True, **answer}))[0]
-    assert "alone. The loop calls backward() for other losses, too (lines" in note
+    assert "alone. The loop calls backward() for other losses, too (line" in note
     assert found(epochs()).with_change({}, {"memory": None})["other_backwards"] == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.doctor.loopsteps import StepUnclear
+from anybatch.doctor.loopparts import StepUnclear
 from plan_loop_scripts import HEAD, ahead, changed, epochs, folder, found, run  # noqa: F401 - one is a fixture
 
 CLEAR, BACK = "        optimizer.zero_grad()\n", "        loss.backward()\n"

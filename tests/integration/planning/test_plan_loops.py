@@ -16,7 +16,8 @@ import forked_python
 from anybatch import interception
 from anybatch.cli.plan_loops import FoundStep
 from anybatch.doctor.loopnames import inputs_of
-from anybatch.doctor.loopsteps import StepUnclear, step_at
+from anybatch.doctor.loopparts import StepUnclear
+from anybatch.doctor.loopsteps import step_at
 from anybatch.planning.entrance import plan
 from plan_loop_scripts import HEAD, Stop, folder, found  # noqa: F401 - one is a fixture
 from source_tree import PACKAGE
@@ -169,14 +170,6 @@ for step in range(1):
 """,
 }
 BACKWARDS = {
-    "accumulated": """
-for i, (x, y) in enumerate([(inputs[:128], targets[:128]), (inputs[128:], targets[128:])]):
-    loss = (model(x) - y).square().mean() / 2
-    loss.backward()
-    if (i + 1) % 2 == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-""",
     "a function that a loop calls": """
 def train_step(x, y):
     optimizer.zero_grad()

@@ -193,8 +193,14 @@ class UserSource(Parsed):
         code = "\n".join(line.removeprefix(own) for line in self.of(statement).splitlines())
         return [self.removed(statement), self.inserted(target, code, after=after)]
 
-    def dedented(self, outer: ast.With) -> list[Change]:
-        """The body of a ``with`` without it."""
+    def commented(self, statement: ast.stmt, comment: str) -> Change:
+        """A statement whose every line has a comment in its place."""
+        self._whole_lines(statement)
+        lines = (statement.end_lineno or statement.lineno) - statement.lineno + 1
+        return Change(self._first(statement), self.end(statement), "\n".join([comment] * lines))
+
+    def dedented(self, outer: ast.With | ast.If, comment: str = "") -> list[Change]:
+        """The body of a ``with`` or an ``if`` without it, behind a comment in its place."""
         first, (start, _) = outer.body[0], self._whole_lines(outer)
         inner = self._whole_lines(first)[0]
         shift = first.col_offset - outer.col_offset
@@ -203,7 +209,8 @@ class UserSource(Parsed):
         if any(line.strip() and line[:shift].strip() for line in lines):
             raise UnclearEdit("a line of the block is not indented")  # of a string, as a rule
         self._without_long_strings(outer)
-        return [Change(start, ends, "".join(line[shift:] if line.strip() else line for line in lines))]
+        head = [f"{comment}{self._newline}"] * (first.lineno - outer.lineno) if comment else []
+        return [Change(start, ends, "".join([*head, *(line[shift:] if line.strip() else line for line in lines)]))]
 
     def _without_long_strings(self, statement: ast.stmt) -> None:
         """Refuses what would change with its indentation."""
