@@ -14,7 +14,7 @@ from anybatch.doctor.loopparts import LoopStep, StepUnclear, Windowed, value_of
 _GONE = "# of a micro-batch alone"
 """A line in the place of one that goes, so that the lines below keep their numbers."""
 _WRAPS = ("enumerate", "tqdm", "track")
-_MOVES = ("to", "cuda", "items", "dict")
+_MOVES = ("to", "items", "dict")
 _OF_UPDATES = ("step", "zero_grad", "update", "unscale_", "clip_grad_norm_", "parameters", "len")
 
 
@@ -224,10 +224,18 @@ def _only_moves(found: _Loop, statement: ast.stmt) -> bool:
     if not isinstance(statement, ast.Assign) or not names_in(statement.targets, ast.Store) <= found.item_names:
         return False
     calls = list(nodes_in(statement.value, ast.Call))
-    if not calls or not all(called(one) in _MOVES for one in calls):
+    if not calls or not all(called(one) in _MOVES or _is_type(called(one)) for one in calls):
         return False
     given = [one for call in calls for one in (*call.args, *(k.value for k in call.keywords if k.arg == "device"))]
     return all(_is_device(found, one) for one in given)
+
+
+def _is_type(name: str) -> bool:
+    """Whether a name is that of a type of device, as the method is that moves to one."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def _is_device(found: _Loop, node: ast.expr) -> bool:
