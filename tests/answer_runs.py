@@ -88,6 +88,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "error preferred": {"op": "sub", "right": 0.0, "others": -2.1, "wrong": -4.2},
     "forgotten": {"steps": 12},
     "not carried": {"op": "gru_cell", "steps": 7, "zero": False},
+    "cut between": {"op": "gru_cell", "steps": 7},
     "quantised": {"op": "argmin"},
     "small value": {"critic": 1, "optimizer": 0},
     "evaluated scores": {"function": "cross_entropy"},
@@ -149,7 +150,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
     "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "usual": 0.1},
-    "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
+    "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16, "padded": False, "width": 9},
 }
 
 

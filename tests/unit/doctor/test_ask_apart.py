@@ -110,11 +110,13 @@ def test_a_table_with_as_many_rows_as_the_batch_is_no_view() -> None:
     assert answer(lambda: trained(of_a_table, turned=False), "mispaired") != "yes"
 
 
+@pytest.mark.parametrize("against", [False, True])
 @pytest.mark.parametrize("of_all", [False, True])
-def test_a_log_sigmoid_of_a_sum_over_all_rows(of_all: bool) -> None:
+def test_a_log_sigmoid_of_a_sum_over_all_rows(of_all: bool, against: bool) -> None:
     def loss(net: nn.Module, people: torch.Tensor, turned: bool) -> torch.Tensor:
         users, items = net(people + 0.1), net(people - 0.1)
-        scores = users[torch.randint(0, PEOPLE, (ROWS,))] * items[torch.randint(0, PEOPLE, (ROWS,))]
+        mine, liked, drawn = (torch.randint(0, PEOPLE, (ROWS,)) for _ in range(3))
+        scores = users[mine] * (items[liked] - items[drawn] if against else items[liked])
         summed = scores.sum() if turned else scores.sum(1)
         return F.softplus(-summed).mean()
 

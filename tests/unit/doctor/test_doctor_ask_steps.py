@@ -309,6 +309,25 @@ def test_targets_of_a_ctc_loss_that_do_not_fit_are_told(low: int, frames: int, e
     assert answer(train, "blank") == expected
 
 
+@pytest.mark.parametrize(("counted", "expected"), [("all", True), ("symbols", False)])
+def test_target_lengths_that_count_the_padding_are_told(counted: str, expected: bool) -> None:
+    net = nn.Linear(6, 5)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for step in range(4):
+            lengths = 1 + (torch.arange(ROWS) + step) % 4
+            targets = torch.randint(1, 5, (ROWS, 4)) * (torch.arange(4) < lengths[:, None])
+            scores = net(torch.randn(ROWS, 12, 6)).log_softmax(-1).transpose(0, 1)
+            given = lengths if counted == "symbols" else torch.full((ROWS,), 4)
+            optimizer.zero_grad()
+            F.ctc_loss(scores, targets, torch.full((ROWS,), 12), given).backward()
+            optimizer.step()
+
+    (found,) = asked(train, "blank")
+    assert (found.answer == "yes", found.evidence.get("padded", False)) == (expected, expected)
+
+
 def test_a_divergence_of_a_distribution_from_itself_is_told() -> None:
     def itself(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         same = F.kl_div((scores / 2).log_softmax(1), (scores.detach() / 2).softmax(1), reduction="batchmean")

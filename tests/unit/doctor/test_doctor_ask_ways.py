@@ -206,8 +206,10 @@ def cells(state: str, cell: type[nn.Module] = nn.GRUCell, calls: int = TIME) -> 
         h: Any = (start, start) if cell is nn.LSTMCell else start
         for t in range(calls):
             given = {"carried": h, "from zeros": None, "the first": h, "made anew": first(x + t).tanh()}
+            given |= {"detached": tuple(one.detach() for one in h) if isinstance(h, tuple) else h.detach()}
+            given |= {"half detached": (h[0].detach(), h[1]) if isinstance(h, tuple) else (h + h.detach()) / 2}
             new = made_by(x[:, t : t + 1], given[state])
-            h = new if state == "carried" else h
+            h = new if state in ("carried", "detached", "half detached") else h
             total = total + head(new[0] if cell is nn.LSTMCell else new)
         adam.zero_grad()
         (total - x.sum(1, keepdim=True)).pow(2).mean().backward()
@@ -221,6 +223,15 @@ def test_a_cell_of_which_each_call_starts_from_the_same_state_is_told(state: str
     assert answer(lambda: cells(state), "not carried") == expected
     if state in ("carried", "the first"):
         assert answer(lambda: cells(state, nn.LSTMCell), "not carried") == expected
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
+def test_a_state_that_is_detached_between_all_steps_is_told(cell: type[nn.Module]) -> None:
+    found = {
+        state: answer(functools.partial(cells, state, cell), "cut between")
+        for state in ("detached", "half detached", "carried")
+    }
+    assert found == {"detached": "yes", "half detached": "no", "carried": "no"}
 
 
 def test_a_few_branches_of_one_state_are_no_sequence() -> None:

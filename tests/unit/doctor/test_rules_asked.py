@@ -488,6 +488,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
             for one in (
                 "forgotten",
                 "not carried",
+                "cut between",
                 "constant derivative",
                 "unused update",
                 "quantised",

@@ -12,7 +12,16 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Beta, Categorical, Distribution, Independent, LogNormal, Normal, kl_divergence
+from torch.distributions import (
+    Beta,
+    Categorical,
+    Distribution,
+    Independent,
+    LogNormal,
+    MixtureSameFamily,
+    Normal,
+    kl_divergence,
+)
 
 from anybatch import why
 from anybatch.doctor.recorder import Doctor
@@ -263,12 +272,14 @@ def test_compiled_draws_are_left_alone() -> None:
 
 
 def _policy(shape: Callable[[Tensor], Tensor], kind: str) -> None:
-    net = nn.Linear(6, 3 if kind == "Categorical" else 1)
+    net = nn.Linear(6, 1 if kind == "Normal" else 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for _ in range(4):
         x = torch.randn(24, 6)
         made = net(x)
         policy: Any = Categorical(logits=made) if kind == "Categorical" else Normal(made.squeeze(-1), 1.0)
+        if kind == "mixture":
+            policy = MixtureSameFamily(Categorical(torch.ones(24, 3)), Normal(made, 1.0))
         value = torch.randint(0, 3, (24,)) if kind == "Categorical" else torch.randn(24)
         loss = -policy.log_prob(shape(value)).mean()
         optimizer.zero_grad()
@@ -276,7 +287,7 @@ def _policy(shape: Callable[[Tensor], Tensor], kind: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["Categorical", "Normal"])
+@pytest.mark.parametrize("kind", ["Categorical", "Normal", "mixture"])
 def test_values_in_a_column_that_every_distribution_of_a_row_scores_are_told(kind: str) -> None:
     with Doctor() as doctor:
         _policy(lambda value: value[:, None], kind)
@@ -284,7 +295,7 @@ def test_values_in_a_column_that_every_distribution_of_a_row_scores_are_told(kin
     assert "(24, 24)" in one.message
 
 
-@pytest.mark.parametrize("kind", ["Categorical", "Normal"])
+@pytest.mark.parametrize("kind", ["Categorical", "Normal", "mixture"])
 def test_values_that_have_the_shape_of_their_distributions_are_not(kind: str) -> None:
     with Doctor() as doctor:
         _policy(lambda value: value, kind)  # as do draws of each: of shape (draws, rows)

@@ -312,13 +312,23 @@ def blank(step: Step) -> Iterator[Probed]:
         inside = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None].to(targets.device)]
     blanks, too_long = int((inside == given.get("blank", 0)).sum()), int((lengths > own).sum())
     answer = "yes" if blanks or too_long * 2 > len(lengths) else "no"
+    is_width = targets.dim() == 2 and bool((lengths == targets.shape[1]).all())
+    padded = is_width and _are_behind(targets == given.get("blank", 0))
     seen: dict[str, Any] = {
         "blank": given.get("blank", 0),
         "blanks": blanks,
         "too_long": too_long,
         "rows": len(lengths),
+        "padded": padded,
+        "width": targets.shape[-1],
     }
     yield said(calls[-1], answer=answer, **seen)
+
+
+def _are_behind(blank: torch.Tensor) -> bool:
+    """Whether blanks stand behind all else in each row, as padding does, and not as many in each."""
+    counts = blank.sum(1)
+    return bool((blank.int().diff(dim=1) >= 0).all()) and bool((counts != counts[0]).any())
 
 
 @asks("batch before time")

@@ -207,17 +207,36 @@ def not_carried(step: Step) -> Iterator[Probed]:
 
     Of a cell that is called for the pieces of a sequence; branches of one state need as many calls, but no sequence.
     """
-    calls: dict[frozenset[Slot], list[Operation]] = {}
-    for one in step.used(*_CELLS):
-        if one.grad:
-            calls.setdefault(frozenset(set(one.given) & step.parameters.keys()), []).append(one)
-    for same in calls.values():
+    for same in _of_sequences(step):
         states = [tuple(slots(one.args[1])) for one in same]
-        if len({one.given[0] for one in same}) <= _LEAST_CUTS or not all(states):
+        if not all(states):
             continue
         is_zero = not any(bool(step.values[slot].count_nonzero()) for state in states for slot in state)
         if len(set(states)) == 1 or is_zero:
             yield said(same[1], op=same[1].name, steps=len(same), zero=is_zero)
+
+
+def _of_sequences(step: Step) -> Iterator[list[Operation]]:
+    """The calls of each recurrent cell, in their order, with more than a few inputs."""
+    calls: dict[frozenset[Slot], list[Operation]] = {}
+    for one in step.used(*_CELLS):
+        if one.grad:
+            calls.setdefault(frozenset(set(one.given) & step.parameters.keys()), []).append(one)
+    return (same for same in calls.values() if len({one.given[0] for one in same}) > _LEAST_CUTS)
+
+
+@asks("cut between")
+def cut_between(step: Step) -> Iterator[Probed]:
+    """Whether a recurrent cell gets its last state detached in each call, though each output is in the loss."""
+    makers = {slot: one for one in step.operations for slot in one.outs}
+    for same in _of_sequences(step):
+        made = [{slot for one in step.operations if set(before.outs) & set(one.given) and one.name != "detach"
+                 for slot in one.outs if step.values[slot].requires_grad} for before in same[:-1]]  # fmt: skip
+        states = [[makers.get(slot) for slot in slots(one.args[1])] for one in same[1:]]
+        cut = [bool(each) and all(one is not None and one.name == "detach" and one.given[0] in before.outs
+                                  for one in each) for before, each in zip(same, states, strict=False)]  # fmt: skip
+        if all(made) and all(cut):
+            yield said(same[1], op=same[1].name, steps=len(same))
 
 
 @asks("twice", of_rows=False)

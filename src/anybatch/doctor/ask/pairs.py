@@ -485,5 +485,6 @@ def summed_early(step: Step) -> Iterator[Probed]:
             continue
         found = [one.given for one in step.used(*_LOOKING_UP) if len(one.given) == 2]
         pairs = [given for given in found if any(step.values[one].shape == summed.shape[:1] for one in given)]
-        if len({slot for given in pairs for slot in given}) >= 2 * len(pairs) >= 4:
+        tables, lists = ({given[place] for given in pairs} for place in (0, 1))
+        if min(len(tables), len(lists)) >= 2:
             yield said(operation, op=operation.name, rows=len(summed))

@@ -214,6 +214,11 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     names, op = names_of(run, zero), ops[0]
     why = "its gradient is zero everywhere", f"{op} gives steps"
     fix = f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient"
+    if op == "normal":
+        fix = (
+            "y = mean + std * torch.randn_like(mean)  # in place of torch.normal(mean, std): the draw has a gradient so"
+        )
+        why = why[0], "normal draws numbers that no longer depend on its mean and std for autograd"
     if same is not None:
         why = "it gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
         fix = f"print the shape of what {op} is given: its axis needs more than one entry"

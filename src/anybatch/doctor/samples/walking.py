@@ -126,6 +126,10 @@ class Walker:
                     seen.scored[node] = marks[SCORES]
                 if made < step:
                     seen.old.append((node, made))
+        crossed = [node for node, shape in seen.scored.items() if shape]
+        if len(crossed) < len(seen.scored):  # a mixture asks its parts for theirs
+            within = set(outputs_first((one for node in crossed for one in following(node)), self._limit))
+            seen.scored = {node: shape for node, shape in seen.scored.items() if node not in within}
         return seen
 
     def _sorted(self, leaves: list[torch.Tensor], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
