@@ -33,6 +33,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "ends alone": {"share": 0.06, "rows": 64, "discount": 0.99},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
+    "sampling": {"calls": 200, "times": 4e5, "level": 3.0, "away": 80, "far": True},
     "sampling start": {"times": 3.0, "level": 59.0},
     "distance as score": {"op": "sum"},
     "drawn near": {"op": "embedding", "rows": 640},

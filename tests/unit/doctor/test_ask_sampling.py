@@ -97,6 +97,18 @@ def trained(
 def test_a_loop_of_sampling_is_given_what_the_training_was(sample: Callable[[nn.Module], None], expected: str) -> None:
     found = asked(lambda: trained(sample), "sampling")
     assert [one.answer for one in found] == [expected], found
+    assert not any(one.evidence["far"] for one in found)
+
+
+def test_samples_that_run_away_are_told() -> None:
+    def drawn(net: nn.Module) -> None:
+        x = torch.randn(64, 4)
+        with torch.no_grad():
+            for t in range(STEPS, 0, -1):
+                x = 1.5 * x + net(x, torch.full((64,), t))
+
+    (found,) = asked(lambda: trained(drawn), "sampling")
+    assert (found.answer, found.evidence["far"]) == ("no", True)
 
 
 def begun(net: nn.Module, draw: Noise, first: int = STEPS) -> None:

@@ -35,6 +35,9 @@ _ALIKE = 1.3
 """
 
 _MOSTLY = 0.75  # of the calls
+_AWAY = 1e3
+"""How many times the mean square of the training samples have that run away."""
+
 _BEGUN, _COLD = 2.2, 5.0
 """The same for the noise that a loop begins with, where no net makes a difference: larger, or smaller, since a low
 temperature, down to 0.45, is meant."""
@@ -152,7 +155,8 @@ def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
             continue
         worst, level = max(found, key=lambda one: abs(math.log(one[0])))
         answer = "no" if len(away) > (1 - _MOSTLY) * len(found) else "yes"
-        yield told("sampling", loop, answer=answer, calls=loop.count, times=worst, level=level, away=len(away))
+        far = answer == "no" and worst > _AWAY
+        yield told("sampling", loop, answer=answer, calls=loop.count, times=worst, level=level, away=len(away), far=far)
 
 
 def is_normal(noise: torch.Tensor) -> bool:
