@@ -326,10 +326,9 @@ def test_evaluation_inputs_fires_where_sampling_begins_with_other_noise() -> Non
 
 
 def test_evaluation_inputs_fires_where_samples_run_away() -> None:
-    found = fires(asked("sampling", "no").run(), "EVALUATION_INPUTS", "warning")
-    assert "4e+05 times" in found.message
-    quiet(asked("sampling", "no", {"far": False}).run(), "EVALUATION_INPUTS")
-    quiet(asked("sampling", "yes").run(), "EVALUATION_INPUTS")
+    assert "4e+05 times" in fires(asked("sampling", "no").run(), "EVALUATION_INPUTS", "warning").message
+    for other in (asked("sampling", "no", {"far": False}), asked("sampling", "yes")):
+        quiet(other.run(), "EVALUATION_INPUTS")
 
 
 def test_rows_torn_fires_where_one_row_is_taken_for_all() -> None:

@@ -12,6 +12,8 @@ import anybatch
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Cleared
+from anybatch.records.lossfacts import Followed
+from anybatch.records.paths import Paths, Term
 from rule_runs import LINES, RunBuilder, findings, simple
 
 
@@ -252,6 +254,17 @@ def test_step_without_gradient_fires_where_only_the_loss_of_another_optimizer_re
     assert one.place.optimizer == "optimizer_d" or one.message.startswith("optimizer_d")
     assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
     assert findings(adversaries(late=True), "STEP_WITHOUT_GRADIENT")
+
+
+def test_step_without_gradient_names_the_line_of_a_term_without_a_graph() -> None:
+    """As where a policy's numbers go through NumPy on the way to its distribution."""
+    built = adversaries()
+    terms = Term(0.5, False, "a tensor", file="train.py", line=7), Term(0.1, True, "pow", file="train.py", line=9)
+    built.add(Followed(why="no gradient", paths=Paths({}, {}, terms=terms).to_dict()))
+    (one,) = findings(built, "STEP_WITHOUT_GRADIENT")
+    assert (one.place.file, one.place.line) == ("train.py", 7)
+    assert one.message.endswith("What train.py:7 computes is part of the loss and has no graph.")
+    assert one.fix.startswith("# keep the graph up to train.py:7")
 
 
 def test_step_without_gradient_names_the_loss_whose_backward_is_missing_and_no_detach() -> None:

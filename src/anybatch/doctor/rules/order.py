@@ -8,11 +8,12 @@ from statistics import mean
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.rules.wiring import in_no_group
-from anybatch.doctor.views.measures import gradients
+from anybatch.doctor.views.measures import followed, gradients
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, left_out, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Stepped
+from anybatch.records.findings import Place
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms, Written
@@ -243,24 +244,39 @@ def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones m
         call = left_out(run).get(one.number)
         between = f" between {call.function}{near(call)} and its step" if call is not None else ""
         followed = max((look.at for look in run.of(Followed) if look.why == "no gradient"), default=0)
+        constant = next(_constants(run), None) if back is not None and not between else None
+        at = near(constant)[2:-1]
+        fix = f"loss.backward()  # before {one}.step(){near(first)}"
+        if back is not None and not between:
+            fix = f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{near(back)}"
         yield Found(
             text=f"{one} stepped {len(one.steps)} times and never saw a gradient: "
             + (
                 f"no backward was called{between}."
                 if back is None or between
                 else f"no backward{near(back)} reaches its parameters."
-            ),
-            fix=f"loss.backward()  # before {one}.step(){near(first)}"
-            if back is None or between
-            else f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{near(back)}",
+            )
+            + (f" What {at} computes is part of the loss and has no graph." if constant else ""),
+            fix=f"# keep the graph up to {at}: no detach(), numpy(), item() or new tensor on the way"
+            if constant
+            else fix,
             cause="A step passes over parameters whose gradient is None.",
             since=max(first.at, followed),
             step=one.steps[min(4, len(one.steps) - 1)].number,
-            where=call or back or first,
+            where=call or constant or back or first,
             parameters=one.own,
             optimizer=one.number,
             evidence={"steps": len(one.steps), "backwards": sum(spots.values())},
         )
+
+
+def _constants(run: Run) -> Iterator[Place]:
+    """The user's lines whose tensors take part in a loss without a graph, where other terms have one."""
+    for look, paths in followed(run):
+        if look.why == "no gradient" and any(term.has_gradient for term in paths.terms):
+            for term in paths.terms:
+                if not term.has_gradient and term.op == "a tensor" and term.line:
+                    yield Place(file=term.file, line=term.line)
 
 
 @rule("AB305", "STEP_TWICE", "warning")
