@@ -592,8 +592,7 @@ def test_no_activation_is_quiet_without_an_answer() -> None:
 
 
 def test_outputs_are_one_fires_with_the_line_of_the_other_loss() -> None:
-    found = fires(asked("one for two", "yes").run(), "OUTPUTS_ARE_ONE", "warning")
-    assert "line 49" in found.message
+    assert "line 49" in fires(asked("one for two", "yes").run(), "OUTPUTS_ARE_ONE", "warning").message
 
 
 def test_outputs_are_one_is_quiet_where_they_differ() -> None:
