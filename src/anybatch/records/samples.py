@@ -153,6 +153,7 @@ class Written(Fact):
     kept: tuple[
         int, ...
     ] = ()  # those that changed after two backwards in a row, and kept their gradients up to the next
+    still: tuple[int, ...] = ()  # those that have a gradient in most of their entries, and have not changed
 
 
 @fact("tied")

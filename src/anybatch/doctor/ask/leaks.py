@@ -158,7 +158,7 @@ def _may_be_meant(trial: Trial, op: str, inputs: Inputs, is_sample: bool) -> str
     if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
         first = inputs.by_rows()[0]  # of numbers it needs a third dim, of tokens it does not
         batched = inputs.dim == 0 and is_sample and first.dim() > 1 + first.is_floating_point()
-        if batched and _time_first(trial, inputs):
+        if (batched and _time_first(trial, inputs)) or _samples_second(trial, inputs):
             return ""
         return f"{op} runs along dim {inputs.dim}, which may be the time"
     if op in _MOVING | _ALONG:
@@ -181,6 +181,20 @@ def _time_first(trial: Trial, inputs: Inputs) -> str:
 
     trial.hooked(inputs, _OVER_TIME, see)
     return found[0] if found else ""
+
+
+def _samples_second(trial: Trial, inputs: Inputs) -> bool:
+    """Whether a layer that has its batch first gets the samples along dim 1, where it takes time."""
+    found: list[str] = []
+
+    def see(name: str, module: Any, given: Any, _: Any) -> None:
+        one = next(iter(tensors(given)), None)
+        if one is not None and one.dim() == 3 and getattr(module, "batch_first", False):
+            found.extend([name] if one.shape[1] == inputs.rows and one.shape[0] not in (1, inputs.rows) else [])
+
+    if inputs.dim == 0 and inputs.by_rows()[0].dim() > 2:
+        trial.hooked(inputs, _OVER_TIME, see)
+    return bool(found)
 
 
 def _rows_are_samples(run: Run, inputs: Inputs, root: int) -> bool:

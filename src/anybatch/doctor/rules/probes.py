@@ -15,6 +15,10 @@ _LAYERS = {"lstm": "LSTM", "gru": "GRU", "multi_head_attention_forward": "Multih
 _KINDS = dict.fromkeys(_LAYERS, "layer") | dict.fromkeys(("softmax", "log_softmax", "normalize"), "along")
 _MIXING = {
     "layer": ("nn.{op}(..., batch_first=True)  # the samples are along its first dim", "It takes dim 0 for the time."),
+    "second": (
+        "nn.{op}(...)  # without batch_first, for an input of (time, batch, features)",
+        "With batch_first=True it takes dim 1 for the time, and there are the samples.",
+    ),
     "along": ("{op}(..., dim=-1): over the features of each sample, not over the batch", "{op} runs over dim 0."),
     "moved": (
         "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
@@ -45,7 +49,8 @@ def batch_mixing(run: Run) -> Iterator[Found]:
         if probed.evidence.get("equal_sizes") and outcome(run).word != "not learning":
             continue  # a loader may put the time first
         where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
-        fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
+        is_second = _takes_samples_for_time(run, probed)
+        fix, cause = _MIXING["second" if is_second else _KINDS.get(op, "moved")]
         yield Found(
             text=f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other "
             "samples of the batch.",
@@ -61,6 +66,8 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     """Whether dim 0 is no batch: time comes first, a graph with its edges, or one output for all rows."""
     root = probed.root
     modules = run.roots[root].modules if root in run.roots else ()
+    if _takes_samples_for_time(run, probed):
+        return False
     if probed.evidence.get("dim") == 1 or probed.evidence.get("equal_sizes"):
         return False
     if not probed.evidence.get("dim_is_batch") and any(
@@ -76,6 +83,19 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     )
     pooled = [output for number, samples in latest(run) if number == root for _, output in outputs(samples)]
     return edges or any(one.shape and one.shape[0] not in rows - {1} for one in pooled)
+
+
+def _takes_samples_for_time(run: Run, probed: Probed) -> bool:
+    """Whether a recurrent layer has its batch first, and what the model makes has its samples second."""
+    modules = run.roots[probed.root].modules if probed.root in run.roots else ()
+    own = next((one for one in modules if one.name == probed.module and one.kind == "recurrent"), None)
+    rows = {one.shape[0] for one in run.of(InputSample) if one.root == probed.root and len(one.shape) > 2}
+    made = [one.shape for number, seen in latest(run) if number == probed.root for _, one in outputs(seen)]
+    return (
+        own is not None
+        and own.options.get("batch_first") is True
+        and any(len(shape) > 2 and shape[1] in rows and shape[0] not in rows | {1} for shape in made)
+    )
 
 
 @rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",), needs=(Probed, LossCall))

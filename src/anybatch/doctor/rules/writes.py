@@ -5,15 +5,15 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median_high
 
-from anybatch.doctor.rules.registry import LEARNS_NOTHING, Found, Limit, rule
+from anybatch.doctor.rules.registry import LEARNS_NOTHING, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.courses import Course, groups_of
 from anybatch.doctor.views.measures import Entry, entries, ratio
-from anybatch.doctor.views.naming import module_code, parameter_name
+from anybatch.doctor.views.naming import Names, counted, module_code, names_of, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, grouped
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import ParameterFacts
 
 _HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -70,6 +70,28 @@ def update_lost_precision(
                 "root_mean_square": worst.weight / math.sqrt(max(facts.numel, 1)),
             },
         )  # fmt: skip
+
+
+@rule("AB512", "HAND_UPDATE_LOST", "warning", explains=(*STANDS_STILL,))
+def hand_update_lost(
+    run: Run, *, looks: float = Limit(2, "nets that take turns have changed by the second")
+) -> Iterator[Found]:
+    """Parameters with a gradient that updates by hand leave as they were, where others change."""
+    seen = list(run.of(Written))
+    still = frozenset.intersection(*(frozenset(one.still) for one in seen)) if seen else frozenset()
+    if run.optimizers or len(seen) < looks or not still:
+        return
+    names, others = Names(names_of(run, sorted(still))), len(seen[-1].parameters)
+    yield Found(
+        text=f"{names} {names:has|have} a gradient in each backward and never {names:changes|change}, while "
+        f"{counted(others, 'other parameter')} {'is' if others == 1 else 'are'} updated by hand.",
+        fix="parameter.add_(update.view_as(parameter), alpha=-lr)  # under torch.no_grad(), on the parameter itself",
+        cause="The loop does not update it, or updates a copy: reshape(-1), flatten() and contiguous() copy a tensor "
+        "that is not contiguous, as after .t().",
+        since=seen[0],
+        parameters=tuple(sorted(still)),
+        evidence={"parameters": len(still), "others": others},
+    )
 
 
 @rule(

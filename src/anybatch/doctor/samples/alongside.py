@@ -150,11 +150,17 @@ class HandWrites:
             }
         elif self._count in _LOOKS and self._first:
             changed = tuple(number for number, entries in self._first.items() if self._differs(number, entries))
-            found = Written(parameters=changed, kept=tuple(sorted(self._again))) if changed else None
+            still = tuple(number for number in self._first if number not in changed and self._has_gradient(number))
+            found = Written(parameters=changed, kept=tuple(sorted(self._again)), still=still) if changed else None
             self._again = set()
         self._last = self._now() if self._count < _LOOKS[-1] else {}
         self._first = self._first if self._count < _LOOKS[-1] else {}
         return found
+
+    def _has_gradient(self, number: int) -> bool:
+        tensor = self._numbering.tensor(number)
+        gradient = None if tensor is None or tensor.grad is None else _some(tensor.grad)
+        return gradient is not None and 2 * int(gradient.count_nonzero()) > gradient.numel()
 
     def _now(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         tensors = ((number, self._numbering.tensor(number)) for number in self._first)
