@@ -88,6 +88,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "bottomless": {"loss": -3.2, "rows": 32},
     "error preferred": {"op": "sub", "right": 0.0, "others": -2.1, "wrong": -4.2},
     "forgotten": {"steps": 12},
+    "number term": {"name": "adversarial"},
     "not carried": {"op": "gru_cell", "steps": 7, "zero": False},
     "cut between": {"op": "gru_cell", "steps": 7},
     "quantised": {"op": "argmin"},

@@ -484,3 +484,61 @@ def _changing(scope: Any) -> set[str]:
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store):
             found.add(ast.unparse(one))
     return found
+
+
+def about_numbers(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a term of a loss that goes back is a number that ``item`` took out of its graph."""
+    for file, tree in scripts(run):
+        for name, line in number_terms(tree):
+            yield told("number term", Line(file, line), name=name)
+
+
+def number_terms(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The summands of a loss that are numbers by ``item``, with the line that makes them so.
+
+    Example:
+        >>> text = "while True:\\n  d = f(z).item()\\n  loss = mse(x, y) + 0.5 * d\\n  loss.backward()"
+        >>> list(number_terms(ast.parse(text)))
+        [('d', 2)]
+        >>> list(number_terms(ast.parse(text.replace(".item()", ""))))
+        []
+    """
+    for scope in (one for one in walked(tree) if isinstance(one, (*FUNCTIONS, ast.Module))):
+        own = [one for one in _own(scope) if isinstance(one, ast.Assign | ast.AugAssign)]
+        made = sorted(own, key=lambda one: one.lineno)
+        for back in (one for one in _own(scope) if isinstance(one, ast.Call) and called(one) == "backward"):
+            losses = {one.id for one in walked(back.func) if isinstance(one, ast.Name)}
+            before = [one for one in made if one.lineno < back.lineno]
+            loss = next((one for one in reversed(before) if _target(one) in losses), None)
+            for term in _summands(loss.value) if loss is not None else ():
+                name = _number(term)
+                last = next((one for one in reversed(before) if name and _target(one) == name), None)
+                if last is not None and isinstance(last, ast.Assign) and called(last.value) == "item":
+                    yield name, last.lineno
+
+
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    """What is in a scope, without other functions."""
+    for one in ast.iter_child_nodes(scope):
+        if not isinstance(one, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            yield one
+            yield from _own(one)
+
+
+def _target(one: ast.Assign | ast.AugAssign) -> str:
+    target = one.target if isinstance(one, ast.AugAssign) else one.targets[0]
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _summands(value: ast.expr) -> list[ast.expr]:
+    """The terms of a sum of several."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return [*(_summands(value.left) or [value.left]), *(_summands(value.right) or [value.right])]
+    return []
+
+
+def _number(term: ast.expr) -> str:
+    """The name that a term is, but for constant factors and one more name, as of a weight; empty for another term."""
+    parts = (ast.BinOp, ast.Mult, ast.Div, ast.Name, ast.Constant, ast.Attribute, ast.expr_context)
+    names = [one.id for one in walked(term) if isinstance(one, ast.Name)]
+    return names[-1] if names and len(names) < 3 and all(isinstance(one, parts) for one in walked(term)) else ""

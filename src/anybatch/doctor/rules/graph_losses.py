@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
@@ -35,6 +36,7 @@ def loss_term_cut(
     run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")
 ) -> Iterator[Found]:
     """Terms of a loss that train nothing."""
+    yield from say(run, "AB202")
     yield from _constant_terms(run)
     yield from _wasted_terms(run, times)
 
