@@ -266,11 +266,19 @@ def _is_moved(found: BatchLoop, node: ast.expr, name: str) -> bool:
         return found.source.of(node.orelse) == name and _is_moved(found, node.body, name)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
-    if node.func.attr not in ("to", "cuda") or found.source.of(node.func.value) != name:
+    if not (node.func.attr == "to" or _is_type(node.func.attr)) or found.source.of(node.func.value) != name:
         return False
     given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "device")]
     others = [one for one in node.keywords if one.arg not in ("device", "non_blocking")]
     return not others and len(node.args) < 2 and all(_is_device(found, one) for one in given)
+
+
+def _is_type(name: str) -> bool:
+    """Whether a name is that of a type of device, as the method is that moves to one."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def _is_device(found: BatchLoop, node: ast.expr) -> bool:

@@ -41,6 +41,13 @@ def test_a_teacher_that_is_right_of_some_rows_is_not(wrong: float) -> None:
     assert answer(lambda: distilled(lambda said: said, wrong), "targets at odds") == "no"
 
 
+def test_a_teacher_that_is_asked_of_the_same_rows_is_not() -> None:
+    """Whatever the labels are."""
+    asked = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    asked.weight.copy_(torch.eye(4))
+    assert answer(lambda: distilled(lambda said: asked(said[torch.randperm(ROWS)])), "targets at odds") == "no"
+
+
 def test_a_teacher_that_is_sure_of_nothing_is_not() -> None:
     assert answer(lambda: distilled(lambda said: 0.1 * torch.randn(ROWS, 4)), "targets at odds") == "no"
 

@@ -43,6 +43,15 @@ def test_not_learning_fires_at_the_level_of_a_constant_guess() -> None:
         Training(steps=120, loss=stays, call=guessed(), lr=lambda step: 1e-5 * (step + 1)),  # a warm-up
         # A task full of noise: a fifteenth of it can be known.
         Training(steps=400, loss=lambda step: stays(step) * (1 if step < 50 else 0.93), call=guessed()),
+        Training(  # two heads of one line, one of which has no guess
+            steps=200,
+            loss=lambda step: 2.67,
+            call=None,
+            every=lambda step: [
+                call(value=2.6, guess=None, classes=40, items=32),
+                call(value=0.07, guess=0.69, classes=2, items=32),
+            ],
+        ),
         Training(  # values of states, which a model makes
             steps=120,
             loss=stays,
@@ -52,7 +61,7 @@ def test_not_learning_fires_at_the_level_of_a_constant_guess() -> None:
             ],
         ),
     ],
-    ids=["falls", "short", "few", "no guess", "below", "falls still", "warm-up", "noise", "values"],
+    ids=["falls", "short", "few", "no guess", "below", "falls still", "warm-up", "noise", "heads", "values"],
 )
 def test_not_learning_is_quiet(healthy: Training) -> None:
     silent(healthy.run(), "NOT_LEARNING")

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
-from anybatch.doctor.ask.steps import OF_CLASSES, Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot
+from anybatch.doctor.ask.steps import OF_CLASSES, Step, asks, said, scores_behind
+from anybatch.doctor.ask.tape import Operation
 from anybatch.records.lossfacts import Probed
 
 _LEAST_ROWS, _LEAST_CLASSES = 32, 3
 _SURE, _TIMES = 0.35, 2.0  # a probability, and times that of each class if all are alike
-_SAME = frozenset({"log_softmax", "softmax", "log", "float", "to", "div", "mul", "view", "reshape", "squeeze", "clone"})
+_LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "addmm", "embedding"})
 _BY_CHANCE = 2.0  # deviations of how many agree by chance
 
 
@@ -23,7 +23,7 @@ def targets_at_odds(step: Step) -> Iterator[Probed]:
             continue
         for soft in step.used("kl_div", "cross_entropy"):
             likely = _probabilities(step, soft, labels)
-            if likely is None or _source(step, hard.given[0]) != _source(step, soft.given[0]):
+            if likely is None or scores_behind(step, hard.given[0]) != scores_behind(step, soft.given[0]):
                 continue
             count, classes = likely.shape
             top, sure = likely.argmax(1), float(likely.max(1).values.mean())
@@ -45,25 +45,17 @@ def _labels(step: Step, operation: Operation) -> torch.Tensor | None:
 
 
 def _probabilities(step: Step, operation: Operation, labels: torch.Tensor) -> torch.Tensor | None:
-    """The probabilities that a loss has as its targets for the rows of some labels, and that no parameter makes now."""
+    """The probabilities that a loss has as its targets for the rows of some labels, and that no net makes now."""
     given = operation.given[:2]
     one = step.values[given[1]] if len(given) == 2 else labels
+    behind = step.made_of(given[1]) if len(given) == 2 else set()
+    if any(made.kind in _LAYERS and behind & set(made.outs) for made in step.operations):
+        return None  # of the same rows, by a teacher
     if one.dim() != 2 or len(one) != len(labels) or not one.is_floating_point() or one.requires_grad:
         return None
     likely = one.detach().double().exp() if operation.kwargs.get("log_target") else one.detach().double()
     several = likely.shape[1] > max(int(labels.max()), _LEAST_CLASSES - 1) and len(likely.argmax(1).unique()) > 2
     return likely if several and len(labels.unique()) > 2 else None
-
-
-def _source(step: Step, slot: Slot) -> Slot:
-    """What a tensor is made of by a softmax, a factor or another shape alone."""
-    made = {out: one for one in step.operations for out in one.outs}
-    while slot in made and made[slot].kind in _SAME:
-        learned = [one for one in made[slot].given if step.values[one].requires_grad]
-        if len(learned) != 1:
-            break
-        slot = learned[0]
-    return slot
 
 
 @asks("one for two", of_rows=False)
@@ -76,7 +68,7 @@ def one_for_two(step: Step) -> Iterator[Probed]:
     for index, one in enumerate(losses):
         for other in losses[index + 1 :]:
             scores, labels = ([step.values[each.given[place]].detach() for each in (one, other)] for place in (0, 1))
-            apart = _source(step, one.given[0]) != _source(step, other.given[0])
+            apart = scores_behind(step, one.given[0]) != scores_behind(step, other.given[0])
             is_twice = apart and torch.equal(*scores) and float(scores[0].double().std()) > 0
             kinds = [set(each.tolist()) for each in labels]
             if is_twice and kinds[0] & kinds[1] and not torch.equal(labels[0].sort().values, labels[1].sort().values):

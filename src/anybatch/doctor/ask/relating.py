@@ -16,7 +16,18 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, following, replayed, said, slots_of, total
+from anybatch.doctor.ask.steps import (
+    DISTANCES,
+    OF_CLASSES,
+    Step,
+    asks,
+    following,
+    replayed,
+    said,
+    scores_behind,
+    slots_of,
+    total,
+)
 from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, rebuilt
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
@@ -119,8 +130,8 @@ def related(step: Step) -> Iterator[Probed]:
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     derived = step.tape.opaque & step.needed or any(step.used("grad"))  # which may be meant to be zero
     # of what is mixed, a prediction has several targets, and those of the smallest share are hardly in it
-    told_apart = {slot for one, _, term in known if term is not None and term.answer == "yes"
-                  for slot in step.operations[one.index].given if first.values[slot].requires_grad}  # fmt: skip
+    told_apart = {scores for one, _, term in known if term is not None and term.answer == "yes"
+                  for scores in _scores_of(step, one)}  # fmt: skip
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": step.rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": not derived and alike >= {one.slot for one in found},
@@ -128,12 +139,18 @@ def related(step: Step) -> Iterator[Probed]:
                    "others": term.own + term.gain} for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
                   and terms & set(step.operations[one.index].outs)
-                  and not told_apart & set(step.operations[one.index].given)
+                  and not told_apart & _scores_of(step, one)
                   and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
     if answer == "no" and derived and all(_hardly_differs(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_HARDLY, **evidence)
     yield said(step.operations[where.index], answer=answer, **evidence)
+
+
+def _scores_of(step: Step, where: Meeting) -> set[Slot]:
+    """The predictions that meet something there, before any softmax."""
+    learned = [one for one in step.operations[where.index].given if step.values[one].requires_grad]
+    return {scores_behind(step, one) for one in learned}
 
 
 def _is_only_shifted(step: Step, where: Meeting, whole: Risen) -> bool:

@@ -218,3 +218,17 @@ def replayed(
         return replay(tape, loss.before, change or as_it_is, number or as_it_is, held or {})
     except FAILURES as error:
         raise Unknown(f"the step did not run again: {type(error).__name__}: {error}"[:200]) from None
+
+
+_SAME = frozenset({"log_softmax", "softmax", "log", "float", "to", "div", "mul", "view", "reshape", "squeeze", "clone"})
+
+
+def scores_behind(step: Step, slot: Slot) -> Slot:
+    """What a tensor is made of by a softmax, a factor or another shape alone."""
+    made = {out: one for one in step.operations for out in one.outs}
+    while slot in made and made[slot].kind in _SAME:
+        learned = [one for one in made[slot].given if step.values[one].requires_grad]
+        if len(learned) != 1:
+            break
+        slot = learned[0]
+    return slot

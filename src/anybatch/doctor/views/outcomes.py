@@ -13,7 +13,7 @@ from anybatch.doctor.views.naming import by_line, counted, optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms, Scored
 
 Word = Literal["learning", "not learning", "undecided"]
@@ -38,6 +38,9 @@ _FADED = 1e-3
 
 _MOST = 0.3
 """A share of the loss of a constant guess below which a model has learned most of what there is to learn."""
+
+_MANY = 15
+"""Losses of a line with so many of each number of classes are of several heads."""
 
 _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
@@ -381,10 +384,12 @@ def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
         is_its = part.start <= one.at <= part.end and (one.file, one.line) not in evaluating(run)
         return is_its and one.value is not None and (one.reduction != "sum" or one.items > 0)
 
-    calls = by_line(run, is_known)
-    for same in calls.values():
-        if math.isfinite(same[-1].value or 0.0):
-            yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
+    for line in by_line(run, is_known).values():
+        heads = grouped((one.classes, one) for one in line)  # of one line, as of a sum of two
+        apart = len(heads) > 1 and min(map(len, heads.values())) >= _MANY
+        for same in heads.values() if apart else [line]:
+            if math.isfinite(same[-1].value or 0.0):
+                yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
 
 
 @remembered
