@@ -149,12 +149,12 @@ def _is_last(found: BatchLoop, test: ast.expr) -> bool:
     name = source.of(found.counter) if found.counter is not None else ""
     counters = {name: last, **{text: last + 1 for text, one in counters_of(found).items() if one is not None}}
     known = {**found.names, **counters}
-    calls = nodes_in(test, ast.Call)
-    return (
-        bool(names_in([test]) & counters.keys())
-        and all(called(one) == "len" for one in calls)
-        and bool(eval(source.of(test), dict(known)))
-    )
+    if not names_in([test]) & counters.keys() or any(called(one) != "len" for one in nodes_in(test, ast.Call)):
+        return False
+    try:
+        return bool(eval(source.of(test), dict(known)))
+    except Exception:  # noqa: BLE001 - the user's names, which may not exist yet
+        return False
 
 
 def _updates(source: UserSource, node: ast.AST, names: Mapping[str, Any]) -> Iterator[ast.Call]:

@@ -183,6 +183,9 @@ UNCLEAR = {
     "a batch left out": (loop("if len(x) < 2:\n    continue"), "may leave out one batch of an update"),
     "an end between updates": (loop(last="if i > 8:\n    break"), "may be without an update"),
     "an update more": (BATCHES + LOOP.replace("== 0:", "== 0 or i == 5:"), "it was not seen by which condition"),
+    "an end that is not known yet": (
+        loop(then="least = 7").replace("== 0:", "== 0 or i == least:"), "it was not seen by which condition"
+    ),
     "a part of a batch": (loop("x, y = x.to('cpu')[:8], y.to('cpu')[:8]"), "gives 'x' another value"),
     "a number of another type": (loop("x = x.to('cpu', dtype=torch.float64)"), "gives 'x' another value"),
 }  # fmt: skip
