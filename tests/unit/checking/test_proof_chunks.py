@@ -193,7 +193,7 @@ LEGAL: dict[str, Callable[[], tuple[anybatch.OverTime, dict[str, Any]]]] = {
     "a function": lambda: (over(as_function), {}),
     "a Mean": lambda: (over(counted), {}),
     "a count": lambda: (over(uncounted), {"count": lambda batch: batch["counts"].sum()}),
-    "a position that goes on": lambda: (over(with_position, lambda model, batch: (zeros(model, batch), 0)), {}),
+    "a position that carries on": lambda: (over(with_position, lambda model, batch: (zeros(model, batch), 0)), {}),
     "the last inputs": lambda: (
         over(with_last_inputs, lambda model, batch: torch.zeros(rows_of(batch), 2, 3, dtype=torch.float64)),
         {},
@@ -288,7 +288,7 @@ def test_what_depends_on_chunks_that_are_chosen_for_it_is_stopped(made: Callable
 @pytest.mark.parametrize("size", [None, 4, 1])
 @pytest.mark.parametrize("state", [zeros, drawn])
 def test_a_gradient_that_ends_at_a_chunk_is_stopped_whoever_gave_the_chunks(size: int | None, state: Any) -> None:
-    with pytest.raises(anybatch.NotSplittable, match=r"return loss, state  # and not state.detach"):
+    with pytest.raises(anybatch.NotSplittable, match=r"return loss, state  # not state.detach"):
         ran(over(detached, state), batch_of(), size)
 
 

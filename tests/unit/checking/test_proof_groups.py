@@ -60,7 +60,7 @@ def test_a_batch_that_the_loss_takes_apart_is_given_by_its_parts(
     x = torch.randn(12, 4).double()
     batch: Any = {"x": x} if kind == "dict" else (x, x.sum(1)) if kind == "tuple" else x
     text = refused(loss_fn, batch, size)
-    assert f"takes the batch apart into {parts} parts, as chunk({parts}) does" in text
+    assert f"divides the batch into {parts} parts, as chunk({parts}) does" in text
     lines = [line.strip() for line in text.splitlines()[1:3]]
     before, layout = lines[0].split("  # before step(batch), with layout=")
     within = lines[1].split("  # ")[0]

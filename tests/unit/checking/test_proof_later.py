@@ -81,7 +81,7 @@ def said_of(reads: Callable[[Any, Any, dict[str, Any], torch.Tensor], torch.Tens
 def test_a_count_that_matters_later_is_said(reads: Any, name: str) -> None:
     (said,) = said_of(reads)
     assert name in said
-    assert "a schedule by it runs that many times as fast" in said
+    assert "a schedule based on it runs that many times as fast" in said
 
 
 @pytest.mark.parametrize("reads", [logged, averaged, begun_anew, warmed_up])
