@@ -99,7 +99,7 @@ def stops_in_one_micro_batch_each(rank: int, world: int) -> None:
     before = copy.deepcopy(model.state_dict())
     error = raised(lambda: step_of(model, contrastive)(batch_of(rank, 7)))
     assert isinstance(error, anybatch.NotSplittable), error
-    assert "also in one micro-batch" in str(error)
+    assert "Even in one micro-batch" in str(error)
     assert "the whole batch at once" not in str(error)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     coupled = anybatch.Coupled(lambda model, batch: F.normalize(model(batch["x"])), of_all)

@@ -203,7 +203,7 @@ def test_a_state_that_is_written_to_is_refused_in_every_mode() -> None:
             counting, lambda model, batch: {"n": torch.zeros(()).long(), "h": None}, chunk=20, carry=True,
             mode=mode,
         )  # fmt: skip
-        with pytest.raises(anybatch.LossError, match="changes the state that it is given in place"):
+        with pytest.raises(anybatch.LossError, match="modifies its input state in place"):
             anybatch.backward(case.model, loss_fn, stream[0])
 
 

@@ -235,7 +235,7 @@ def test_without_a_count_each_batch_counts_as_much_and_it_is_said() -> None:
     sum(graph_loss(model, batch) / 3 for batch in window).backward()
     expected = reference.gradients_of(model)
     reference.clear(model)
-    with pytest.warns(AnyBatchWarning, match=r"how many samples each has is not known.*count="):
+    with pytest.warns(AnyBatchWarning, match=r"so their numbers of samples are unknown.*count="):
         anybatch.backward(model, graph_loss, window)
     reference.assert_float64(reference.gradients_of(model), expected)
 
@@ -249,7 +249,7 @@ def test_beside_batches_with_samples_a_count_is_needed() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    with pytest.raises(BatchError, match=r"names.*this one has is not known: pass count="):
+    with pytest.raises(BatchError, match=r"names.*of this one is unknown: pass count="):
         anybatch.backward(model, loss_fn, window)
     assert model.weight.grad is None
     assert anybatch.backward(model, loss_fn, window, count=lambda batch: len(batch["y"])).count == 12

@@ -222,7 +222,7 @@ WITHOUT_STATE: dict[str, tuple[Callable[..., Any], str]] = {
     "a convolution that does not read its state": (conv_without_state, "does not read the state"),
     "the state is forgotten": (forgetful, "does not read the state"),
     "the state is forgotten and returned": (forgotten, "does not read the state"),
-    "the state is read and returned": (not_handed_on, "the one that it was given"),
+    "the state is read and returned": (not_handed_on, "returns the state it was given"),
 }
 
 

@@ -138,4 +138,4 @@ def test_within_a_budget_it_is_told_or_there_is_no_room(loss_fn: Loss, size: str
     assert proof is not None
     assert proof.exact
     is_told = any("once the model's outputs change" in str(one.message) for one in caught)
-    assert is_told == (loss_fn is hard and "with other outputs takes more" not in proof.note)
+    assert is_told == (loss_fn is hard and "with different outputs needs more" not in proof.note)

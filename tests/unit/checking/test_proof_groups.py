@@ -156,7 +156,7 @@ def test_a_size_that_fails_is_refused_where_others_run() -> None:
 
     text = refused(five_parts, {"x": torch.randn(20, 4).double()}, 3)
     assert "A micro-batch of 3 samples fails with RuntimeError" in text
-    assert "gives another gradient than the whole batch" in text
+    assert "gives a different gradient than the whole batch" in text
 
 
 def test_check_does_not_take_whole_groups_for_a_fixed_batch_size() -> None:

@@ -128,5 +128,5 @@ def test_a_budget_with_room_sees_what_matters_later_and_another_says_that_it_doe
     assert proof is not None
     is_told = any("kept['calls']" in str(one.message) for one in caught)
     assert (
-        "what begins later" in proof.note
+        "what starts later" in proof.note
     ) != is_told  # which size of micro-batches a plan takes is a matter of time

@@ -63,9 +63,7 @@ def test_what_fails_in_other_sizes_only_is_told_with_its_line() -> None:
     assert f"(RuntimeError at test_proof_scripted.py:{line}: shape '[6, 6]' is invalid" in proof.note
 
 
-@pytest.mark.parametrize(
-    ("failing", "told"), [(2, "A second run of the same"), (4, "failed with ValueError: too")]
-)
+@pytest.mark.parametrize(("failing", "told"), [(2, "A second run of the same"), (4, "failed with ValueError: too")])
 def test_what_fails_in_a_run_of_the_proof_alone_ends_no_step_with_its_error(failing: int, told: str) -> None:
     calls = itertools.count(1)  # which nobody puts back
 

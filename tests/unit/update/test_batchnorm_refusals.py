@@ -125,7 +125,7 @@ def test_the_choices_come_in_order() -> None:
         '2. "ghost"',
         "nn.DataParallel",
         '3. "frozen"',
-        "4. Another",
+        "4. A different",
         "Sync",
     ]
     places = [text.index(words) for words in order]
