@@ -62,7 +62,8 @@ def change_of(step: LoopStep, update: Update | None, budget: str, plan: str, cou
         for name, text in rows.items()
     ]
     if isinstance(step.loss, ast.Name) and step.loss.id in _outside(step):
-        after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
+        scale = step.windowed.scale if step.windowed is not None else ""
+        after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss){scale}")
     reads, loss = _loss_reads(step), free_name(taken, "loss")
     if reads:
         after.append(f"{loss} = torch.tensor({result}.loss)")
@@ -94,6 +95,8 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     if step.windowed is not None and isinstance(loop := step.loops[0], ast.For):
         parts = (one for one in nodes_in(loop.target, ast.expr) if source.of(one) == step.windowed.item)
         yield source.replaced(next(parts), step.windowed.window)
+        if step.windowed.first:
+            yield source.inserted(loop.body[0], step.windowed.first)
     for one in run_behind(step).statements:
         yield from source.moved(one, step.back, after=True)
 

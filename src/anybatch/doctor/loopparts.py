@@ -36,6 +36,10 @@ class Windowed(NamedTuple):
     moves: tuple[str, ...]  # the statements that moved an item to a device, as a step does by itself
     note: str  # a comment for the changed lines
     divided: int  # by what the loop divided each loss before it went back
+    changed: frozenset[str]  # the variables that each batch finds as the last one left them
+    first: str  # the first lines of the loop, for the number of the batch; empty without
+    scale: str  # what the loop reads of the loss, times that; empty where it is the loss itself
+    apart: int  # the line of the loop's own division of what it reads of the loss; 0 without
 
     @property
     def names(self) -> set[str]:

@@ -44,6 +44,7 @@ def step_at(
     before = _before(source, back)
     _find_modules(step, before, trained)
     step.forward = _forward(step, before)
+    _check_changed(step)
     _find_batch(step)
     _check_item(step)
     _check_carried(step)
@@ -59,6 +60,18 @@ def _check_item(step: LoopStep) -> None:
             f"the loop at {step.where(step.back)} adds up the gradients of several batches, and its forward reads "
             f"{min(others)!r}, which is no part of what the loader yields; have the loader yield it with the batch"
         )
+
+
+def _check_changed(step: LoopStep) -> None:
+    """Refuses a forward over windows that reads what the loop changes with each batch, such as their number."""
+    changed = frozenset[str]() if step.windowed is None else step.windowed.changed
+    for node in nodes_in([*step.forward, step.loss], ast.expr):
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and step.source.of(node) in changed:
+            raise StepUnclear(
+                f"{step.where(node)} reads {step.source.of(node)!r}, which the loop changes with each batch, within "
+                "the forward, and the batches of an update are one to anybatch; change it with each update, in the if "
+                "of the update"
+            )
 
 
 def _check_carried(step: LoopStep) -> None:
@@ -179,6 +192,7 @@ def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int])
 def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The statements that the loss is computed by, from the first on that uses a trained module."""
     work = [one for one in before if not (isinstance(one, ast.Expr) and called(one.value) in _HOUSEKEEPING)]
+    work = [one for one in work if step.windowed is None or one.lineno != step.windowed.apart]
     needed, chain = read([step.loss]), list[ast.stmt]()
     for statement in reversed(work):
         if stored([statement]) & needed:

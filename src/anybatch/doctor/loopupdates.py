@@ -171,11 +171,15 @@ def run_behind(step: LoopStep) -> Behind:
     what depends on that.
     """
     block, found, changes = step.source.block(step.back), list[ast.stmt](), False
-    if not step.forward or step.forward[0] not in block:
+    forward = [one for one in step.forward if one in block]
+    if not step.windowed and (not forward or forward[0] is not step.forward[0]):
         return Behind(found, changes)
     made, needed = stored(step.forward), inputs_of([*step.forward, step.loss])
-    last = max(block.index(one) for one in step.forward if one in block)
-    for one in block[block.index(step.forward[0]) : block.index(step.back)]:
+    first = block.index(forward[0]) if forward else 0
+    last = max(map(block.index, forward), default=block.index(step.back))
+    if step.windowed:  # what the loader yields has its names once the step is done
+        first, made = 0, made | step.windowed.names
+    for one in block[first : block.index(step.back)]:
         if one in step.forward or _kind(step, one) == "clear" or (_clears(one) and not read([one]) & made):
             continue
         is_last = block.index(one) > last and not any(map(leaves, ast.walk(one)))
@@ -238,6 +242,11 @@ def check_behind(step: LoopStep) -> None:
             )
         _check_graph(step, one)
         leaving = next((node for node in ast.walk(one) if isinstance(node, LEAVES)), None)
+        if leaving is not None and step.windowed:
+            raise StepUnclear(
+                f"{step.where(leaving)} may leave out one batch of an update, and the batches of an update are one to "
+                "anybatch; leave it out before, in the dataset or in a generator around the loader"
+            )
         if leaving is not None and not any(_clears(other) for other in block[: block.index(step.back)]):
             raise StepUnclear(
                 f"{step.where(leaving)} may leave out the backward by what the forward gave, and anybatch runs both; "

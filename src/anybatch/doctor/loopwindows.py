@@ -1,6 +1,7 @@
 """A loop that adds up the gradients of several batches by hand, written as a loop over windows of its loader."""
 
 import ast
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -8,36 +9,15 @@ import torch
 
 from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
 from anybatch.doctor.fixes.source import Change, UnclearEdit, UserSource
+from anybatch.doctor.loopbatches import BatchLoop, changed_each, check_each, counters_of, counts_in, number_of
 from anybatch.doctor.loopnames import free_name, inputs_of, stored
 from anybatch.doctor.loopparts import LoopStep, StepUnclear, Windowed, value_of
+from anybatch.doctor.loopsums import counted, cycle_of, first_lines, is_first, sums
 
 _GONE = "# of a micro-batch alone"
 """A line in the place of one that goes, so that the lines below keep their numbers."""
 _WRAPS = ("enumerate", "tqdm", "track")
-_MOVES = ("to", "items", "dict")
 _OF_UPDATES = ("step", "zero_grad", "update", "unscale_", "clip_grad_norm_", "parameters", "len")
-
-
-class _Loop(NamedTuple):
-    source: UserSource
-    back: ast.stmt
-    names: Mapping[str, Any]
-    loop: ast.For
-    loader: ast.expr
-    target: ast.expr  # of what the loader yields
-    counter: ast.expr | None  # the target of the number of the iteration
-    start: int  # that of the first iteration
-    update: ast.If
-    batches: str  # the code of how many make an update
-    many: int  # its value
-
-    def is_many(self, node: ast.expr) -> bool:
-        """Whether an expression is the number of batches of an update."""
-        return _number(self.source, node, self.names) == self.many
-
-    @property
-    def item_names(self) -> set[str]:
-        return {one.id for one in nodes_in(self.target, ast.Name)}
 
 
 def item_at(file: str, line: int) -> str | None:
@@ -72,9 +52,10 @@ def windowed(file: str, line: int, names: Mapping[str, Any], backwards: int) -> 
         where = f"{file}:{line}"
         if found is None:
             raise StepUnclear(
-                f"the loop at {where} adds up {backwards} gradients for an update, and it was not seen by which "
-                f"condition; iterate over anybatch.windows(loader, batches={backwards}), give each window to one "
-                "TrainStep, and divide the loss by no number of batches"
+                f"the loop at {where} ran backward {backwards} times before its first update, and it was not seen by "
+                f"which condition; where each update is to have {backwards} batches, iterate over "
+                f"anybatch.windows(loader, batches={backwards}), give each window to one TrainStep, and divide the "
+                "loss by no number of batches"
             )
         if backwards and found.many != backwards:
             raise StepUnclear(
@@ -100,12 +81,6 @@ def clean(text: str) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _number(source: UserSource, node: ast.expr, names: Mapping[str, Any]) -> int | None:
-    """The value of a constant, or of a name with attributes, that is a whole number."""
-    value: object = node.value if isinstance(node, ast.Constant) else value_of(source.of(node), names)
-    return int(value) if isinstance(value, int | float) and value == int(value) else None
 
 
 class _Head(NamedTuple):
@@ -141,7 +116,7 @@ def _assigns(statement: ast.Assign, name: str) -> bool:
     return any(isinstance(one, ast.Name) and one.id == name for one in statement.targets)
 
 
-def _loop_of(source: UserSource, back: ast.stmt, names: Mapping[str, Any]) -> _Loop | None:
+def _loop_of(source: UserSource, back: ast.stmt, names: Mapping[str, Any]) -> BatchLoop | None:
     """The loop around a backward, if an ``if`` behind it updates once every some batches."""
     loop = next(iter(source.loops_around(back)), None)
     head = _head(source, loop)
@@ -150,23 +125,36 @@ def _loop_of(source: UserSource, back: ast.stmt, names: Mapping[str, Any]) -> _L
     for one in loop.body[loop.body.index(back) + 1 :]:
         if not isinstance(one, ast.If) or one.orelse or not any(_updates(source, one, names)):
             continue
-        parts = one.test.values if isinstance(one.test, ast.BoolOp) and isinstance(one.test.op, ast.Or) else [one.test]
-        cycles = [node for part in parts if (node := _cycle(part)) is not None]
-        many = _number(source, cycles[0], names) if len(cycles) == 1 else None
-        if many is not None and many > 1:
-            return _Loop(source, back, names, loop, *head, one, source.of(cycles[0]), many)
+        test = one.test
+        if isinstance(test, ast.Name):  # such as is_last = (i + 1) % n == 0
+            made = [each.value for each in nodes_in(loop.body, ast.Assign) if _assigns(each, test.id)]
+            test = made[0] if len(made) == 1 else test
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
+        cycles = [(part, node.right) for part in parts if (node := cycle_of(part)) is not None]
+        many = number_of(source, cycles[0][1], names) if len(cycles) == 1 else None
+        if many is not None and many > 1 and many == int(many):
+            found = BatchLoop(source, back, names, loop, *head, one, source.of(cycles[0][1]), int(many))
+            others = [part for part in parts if part is not cycles[0][0]]
+            own = [call for call in _updates(source, loop, names) if one not in source.ancestors(call)]
+            return found if not own and all(_is_last(found, part) for part in others) else None
     return None
 
 
-def _cycle(test: ast.expr) -> ast.expr | None:
-    """The n of a test such as ``(i + 1) % n == 0``."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        left = test.operand
-    elif isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        left = test.left
-    else:
-        return None
-    return left.right if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) else None
+def _is_last(found: BatchLoop, test: ast.expr) -> bool:
+    """Whether a condition is that of the last batch of the loader."""
+    source, loader = found.source, value_of(found.source.of(found.loader), found.names)
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or not hasattr(loader, "__len__"):
+        return False
+    last = found.start + len(loader) - 1
+    name = source.of(found.counter) if found.counter is not None else ""
+    counters = {name: last, **{text: last + 1 for text, one in counters_of(found).items() if one is not None}}
+    known = {**found.names, **counters}
+    if not names_in([test]) & counters.keys() or any(called(one) != "len" for one in nodes_in(test, ast.Call)):
+        return False
+    try:
+        return bool(eval(source.of(test), dict(known)))
+    except Exception:  # noqa: BLE001 - the user's names, which may not exist yet
+        return False
 
 
 def _updates(source: UserSource, node: ast.AST, names: Mapping[str, Any]) -> Iterator[ast.Call]:
@@ -177,41 +165,50 @@ def _updates(source: UserSource, node: ast.AST, names: Mapping[str, Any]) -> Ite
             yield call
 
 
-def _rewritten(found: _Loop) -> Windowed:
+def _rewritten(found: BatchLoop) -> Windowed:
+    check_each(found)
     source = found.source
     window = free_name(set(found.names) | stored([source.tree]), "window")
     moves = [one for one in found.loop.body if _only_moves(found, one)]
     changes = [source.replaced(found.loader, f"anybatch.windows({source.of(found.loader)}, batches={found.batches})")]
     changes += [source.commented(one, _GONE) for one in moves]
-    divided, name, line = _division(found)
-    changes += [*divided, *_sums(found, window, name, line), *_counters(found, window)]
-    changes += [*_totals(found), *_tail(found)]
-    summed = UserSource(source.path, source.edit(changes).after)
-    update = next(one for one in nodes_in(summed.tree, ast.If) if one.lineno == found.update.lineno)
-    text = summed.edit(summed.dedented(update, _GONE)).after
+    division = _division(found)
+    changes += [*division.changes, *sums(found, window), *counted(found, window)]
+    changes += [*_totals(found), *_lengths(found), *_tail(found)]
+    text = source.edit(changes).after
+    for line in [found.update.lineno, *(one.lineno for one in found.loop.body if is_first(found, one))]:
+        summed = UserSource(source.path, text)
+        text = summed.edit(summed.dedented(next(_ifs_at(summed, line)), _GONE)).after
     note = f"# an iteration is one update of {found.many} batches"
-    if not divided:
+    if not division.is_found:
         note += f"; their gradients were added up, and this is the mean: 1 / {found.many} of it"
-    moved = tuple(map(source.of, moves))
-    return Windowed(text, source.of(found.target), window, moved, f"{note}\n", found.many if divided else 1)
+    if counters := sorted({source.of(node) for one in found.each(ast.If) for node in counts_in(found, one.test)}):
+        note += f"; a condition on {' or '.join(counters)} is met with the update of the batch that meets it"
+    return Windowed(
+        text, source.of(found.target), window, tuple(map(source.of, moves)), f"{note}\n",
+        divided=found.many if division.is_found else 1,
+        changed=changed_each(found),
+        first=first_lines(found if _is_read(source, text, found) else found._replace(counter=None), window),
+        scale=division.scale,
+        apart=division.apart,
+    )  # fmt: skip
 
 
-def _counters(found: _Loop, window: str) -> Iterator[Change]:
-    """What keeps the number of the iteration that of a batch, the last of its window, but for each n-th one."""
-    source, node, start = found.source, found.counter, found.start
-    for one in nodes_in(found.loop.body, ast.Name) if isinstance(node, ast.Name) else ():
-        around = [outer for outer in source.ancestors(one) if isinstance(outer, ast.BinOp)]
-        around = [outer for outer in around if source.around(outer) is source.around(one)]
-        if one.id != source.of(found.counter or one) or any(isinstance(outer.op, ast.Mod) for outer in around):
-            continue
-        next_one = next((outer for outer in around if source.of(outer) == f"{one.id} + 1"), None)
-        less = 1 - start - (next_one is not None)
-        before = f"({one.id} - {start})" if start else one.id
-        behind = f" - {less}" if less > 0 else f" + {-less}" if less else ""
-        yield source.replaced(next_one or one, f"({before} * {found.batches} + len({window}){behind})")
+def _ifs_at(source: UserSource, line: int) -> Iterator[ast.If]:
+    return (one for one in nodes_in(source.tree, ast.If) if one.lineno == line)
 
 
-def _totals(found: _Loop) -> Iterator[Change]:
+def _is_read(source: UserSource, text: str, found: BatchLoop) -> bool:
+    """Whether the number of the iteration is read in the loop or behind it."""
+    changed = UserSource(source.path, text)
+    loop = next(one for one in nodes_in(changed.tree, ast.For) if one.lineno == found.loop.lineno)
+    name = source.of(found.counter) if found.counter is not None else ""
+    reads = [one for one in nodes_in(changed.scope(loop), ast.Name) if one.id == name and isinstance(one.ctx, ast.Load)]
+    others = [one for one in nodes_in(changed.scope(loop), ast.For) if one is not loop and name in stored([one.target])]
+    return any(not set(others) & set(changed.ancestors(one)) for one in reads)
+
+
+def _totals(found: BatchLoop) -> Iterator[Change]:
     """What keeps the length of a progress bar."""
     for call in nodes_in(found.source.scope(found.loop), ast.Call):
         for one in call.keywords:
@@ -219,15 +216,61 @@ def _totals(found: _Loop) -> Iterator[Change]:
                 yield found.source.replaced(one.value, f"-(-{found.source.of(one.value)} // {found.batches})")
 
 
-def _only_moves(found: _Loop, statement: ast.stmt) -> bool:
+def _lengths(found: BatchLoop) -> Iterator[Change]:
+    """What keeps ``len(bar)`` the number of batches, where ``bar = tqdm(loader)``."""
+    source, scope = found.source, found.source.scope(found.loop)
+    bars = [one for one in nodes_in(scope, ast.Assign) if found.loader in ast.walk(one.value)]
+    names = {to.id for one in bars for to in one.targets if isinstance(to, ast.Name)}
+    for call in nodes_in(scope, ast.Call):
+        if called(call) == "len" and len(call.args) == 1 and source.of(call.args[0]) in names:
+            if any(isinstance(one, ast.JoinedStr) for one in source.ancestors(call)):
+                raise StepUnclear(
+                    f"{found.where(call)} reads {source.of(call)}, which would be the number of windows; read "
+                    f"len({source.of(found.loader)}) there"
+                )
+            yield source.replaced(call.args[0], source.of(found.loader))
+
+
+def _only_moves(found: BatchLoop, statement: ast.stmt) -> bool:
     """Whether a statement only moves what the loader yields to a device, as a step does by itself."""
-    if not isinstance(statement, ast.Assign) or not names_in(statement.targets, ast.Store) <= found.item_names:
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
-    calls = list(nodes_in(statement.value, ast.Call))
-    if not calls or not all(called(one) in _MOVES or _is_type(called(one)) for one in calls):
+    return _are_moved(found, statement.targets[0], statement.value)
+
+
+def _are_moved(found: BatchLoop, target: ast.expr, value: ast.expr) -> bool:
+    """Whether variables of a batch get their own values, on a device."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return all(_are_moved(found, *pair) for pair in zip(target.elts, value.elts, strict=True))
+    if not isinstance(target, ast.Name) or target.id not in found.item_names:
         return False
-    given = [one for call in calls for one in (*call.args, *(k.value for k in call.keywords if k.arg == "device"))]
-    return all(_is_device(found, one) for one in given)
+    if isinstance(value, ast.Call) and called(value) in ("tuple", "list") and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, ast.DictComp | ast.ListComp | ast.GeneratorExp):
+        return _is_moved(found, value, target.id)
+    own = value.generators[0]
+    over = f"{target.id}.items()" if isinstance(value, ast.DictComp) else target.id
+    if len(value.generators) > 1 or own.ifs or found.source.of(own.iter) != over:
+        return False
+    if not isinstance(value, ast.DictComp):
+        return isinstance(own.target, ast.Name) and _is_moved(found, value.elt, own.target.id)
+    names = (
+        [one.id for one in own.target.elts if isinstance(one, ast.Name)] if isinstance(own.target, ast.Tuple) else []
+    )
+    return len(names) == 2 and found.source.of(value.key) == names[0] and _is_moved(found, value.value, names[1])
+
+
+def _is_moved(found: BatchLoop, node: ast.expr, name: str) -> bool:
+    """Whether an expression is a variable on a device, or that of a tensor and else the variable itself."""
+    if isinstance(node, ast.IfExp) and called(node.test) in ("isinstance", "is_tensor", "hasattr"):
+        return found.source.of(node.orelse) == name and _is_moved(found, node.body, name)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    if not (node.func.attr == "to" or _is_type(node.func.attr)) or found.source.of(node.func.value) != name:
+        return False
+    given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "device")]
+    others = [one for one in node.keywords if one.arg not in ("device", "non_blocking")]
+    return not others and len(node.args) < 2 and all(_is_device(found, one) for one in given)
 
 
 def _is_type(name: str) -> bool:
@@ -238,89 +281,119 @@ def _is_type(name: str) -> bool:
         return False
 
 
-def _is_device(found: _Loop, node: ast.expr) -> bool:
+def _is_device(found: BatchLoop, node: ast.expr) -> bool:
     value = node.value if isinstance(node, ast.Constant) else value_of(found.source.of(node), found.names)
-    return isinstance(value, torch.device | str)
+    return isinstance(value, torch.device | str | int) and not isinstance(value, bool)
 
 
-def _division(found: _Loop) -> tuple[list[Change], str, int]:
-    """What takes the division by the number of batches out of the loss, and the name and line from which it had it.
+class _Division(NamedTuple):
+    """How a loop divides a loss by the number of batches."""
 
-    Without one there is nothing to take out.
-    """
+    changes: Sequence[Change] = ()  # that take the division out
+    is_found: bool = False
+    scale: str = ""  # what the loop reads of the loss, times that
+    apart: int = 0  # the line of a division that stays, behind the step
+
+
+class _Scaled(NamedTuple):
+    inner: ast.expr  # what is divided by the number of batches
+    scale: str  # the code behind it, such as ``/ 4``
+
+
+def _division(found: BatchLoop) -> _Division:
+    """What takes the division by the number of batches out of the loss; without one there is nothing to take out."""
     source, back = found.source, found.back
     call = back.value if isinstance(back, ast.Expr) else None
     loss = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
     if isinstance(loss, ast.Call) and called(loss) == "scale" and loss.args:
         loss = loss.args[0]
-    if (divided := _divided(found, loss)) is not None and loss is not None:
-        return [source.replaced(loss, source.of(divided))], "", back.lineno
-    ahead = [node for node in nodes_in(found.loop.body, ast.stmt) if node.lineno < back.lineno]
+    if (scaled := _scaled(found, loss)) is not None and loss is not None:
+        return _Division([source.replaced(loss, source.of(scaled.inner))], is_found=True)
     name = loss.id if isinstance(loss, ast.Name) else ""
-    for one in sorted(ahead, key=lambda one: one.lineno, reverse=True):
-        if hasattr(one, "body") or name not in names_in([one], ast.Store):
-            continue
-        is_gone = isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Div) and found.is_many(one.value)
-        divided = _divided(found, one.value) if isinstance(one, ast.Assign) else None
-        if is_gone or (isinstance(divided, ast.Name) and divided.id == name):
-            return [source.commented(one, _GONE)], name, one.lineno
-        if isinstance(one, ast.Assign) and divided is not None:
-            return [source.replaced(one.value, source.of(divided))], name, one.lineno
-        break
+    makes = [one for one in nodes_in(found.loop.body, ast.stmt) if not hasattr(one, "body") and name in stored([one])]
+    makes = sorted((one for one in makes if one.lineno < back.lineno), key=lambda one: one.lineno)
+    if makes and (scaled := _scaled_by(found, makes[-1], name)) is not None:
+        last = makes[-1]
+        if not isinstance(scaled.inner, ast.Name) or scaled.inner.id != name:
+            _check_always(found, last)
+            value = last.value if isinstance(last, ast.Assign) else scaled.inner
+            return _Division([source.replaced(value, source.of(scaled.inner))], is_found=True, scale=scaled.scale)
+        return _division_alone(found, makes, name, scaled.scale)
     _check_parts(found)
-    return [], "", back.lineno
+    return _Division()
 
 
-def _check_parts(found: _Loop) -> None:
-    """Refuses a division of a part of the loss by the number of batches."""
-    for node in nodes_in([one for one in found.loop.body if one.lineno <= found.back.lineno], ast.BinOp):
-        if isinstance(node.op, ast.Div) and found.is_many(node.right):
+def _division_alone(found: BatchLoop, makes: Sequence[ast.stmt], name: str, scale: str) -> _Division:
+    """A division in a line of its own, or in an ``if n > 1:`` of its own."""
+    source, whole = found.source, makes[-1]
+    outer = source.parent(whole)
+    is_own = isinstance(outer, ast.If) and outer.body == [whole] and not outer.orelse
+    if isinstance(outer, ast.If) and is_own and found.batches in source.of(outer.test):
+        whole = outer  # such as if n > 1:
+    _check_always(found, whole)
+    begin = makes[-2].lineno if len(makes) > 1 else found.loop.lineno
+    reads = [one for one in nodes_in(found.loop.body, ast.Name) if one.id == name and begin < one.lineno < whole.lineno]
+    if not reads:
+        return _Division([source.commented(whole, _GONE)], is_found=True, scale=scale)
+    if whole not in found.loop.body:
+        raise StepUnclear(
+            f"{found.where(reads[0])} reads {name!r} before line {whole.lineno} divides it by {found.batches}; divide "
+            f"it in the line of the backward, as in ({name} / {found.batches}).backward()"
+        )
+    return _Division(is_found=True, apart=whole.lineno)
+
+
+def _check_always(found: BatchLoop, statement: ast.stmt) -> None:
+    """Refuses a division that a condition may leave out."""
+    around = list(found.source.ancestors(statement))
+    if any(isinstance(one, ast.If | ast.Try | ast.For | ast.While) for one in around[: around.index(found.loop)]):
+        raise StepUnclear(
+            f"{found.where(statement)} divides the loss in a block that may not run; divide it in the line of the "
+            f"backward, as in (loss / {found.batches}).backward()"
+        )
+
+
+def _check_parts(found: BatchLoop) -> None:
+    """Refuses a division that may be that of the loss by the number of batches."""
+    for node in nodes_in([one for one in found.loop.body if one.lineno <= found.back.lineno], ast.expr):
+        if _scaled(found, node) is not None:
             raise StepUnclear(
-                f"{found.source.path}:{node.lineno} divides a part of the loss by {found.batches}, the number of "
-                "batches of an update, by which anybatch weighs them itself; divide the whole loss by it, in the line "
-                "of the backward"
+                f"{found.where(node)} may divide the loss, or divides a part of the loss by {found.batches}, the "
+                "number of batches of an update, by which anybatch weighs them itself; divide the whole loss by it in "
+                f"the line of the backward, as in (loss / {found.batches}).backward()"
             )
 
 
-def _divided(found: _Loop, node: ast.expr | None) -> ast.expr | None:
-    """What an expression divides by the number of batches."""
-    is_so = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and found.is_many(node.right)
-    return node.left if is_so and isinstance(node, ast.BinOp) else None
+def _scaled(found: BatchLoop, node: ast.expr | None) -> _Scaled | None:
+    """What an expression divides by the number of batches, and how."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+        sides = [(node.left, node.right), (node.right, node.left)][: 1 if isinstance(node.op, ast.Div) else 2]
+        is_division = isinstance(node.op, ast.Div)
+    elif isinstance(node, ast.Call) and called(node).rstrip("_") in ("div", "true_divide", "divide", "mul", "multiply"):
+        given = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args][-2:]
+        sides = [(given[0], given[1])] if len(given) == 2 and not node.keywords else []
+        is_division = not called(node).startswith("mul")
+    else:
+        return None
+    for inner, other in sides:
+        number = found.number(other)
+        if number and math.isclose(number if is_division else 1 / number, found.many):
+            text = found.source.of(other)
+            text = f"({text})" if isinstance(other, ast.BinOp) else text
+            return _Scaled(inner, f" {'/' if is_division else '*'} {text}")
+    return None
 
 
-def _sums(found: _Loop, window: str, divided: str, line: int) -> Iterator[Change]:
-    """What keeps sums over batches: a scalar of a window is the mean of its batches', but for a loss that was divided.
-
-    Args:
-        found: the loop.
-        window: the name of a window.
-        divided: the name of the loss if it was divided; from then on its sum is that of the windows.
-        line: of the division.
-    """
-    source = found.source
-    products = [one for one in nodes_in(source.scope(found.loop), ast.BinOp) if isinstance(one.op, ast.Mult)]
-    again = [one for one in products if found.is_many(one.right) and divided in names_in([one.left])]
-    yield from (source.replaced(one, source.of(one.left)) for one in again)
-    for one in found.loop.body:
-        if not isinstance(one, ast.AugAssign) or not isinstance(one.op, ast.Add):
-            continue
-        read = names_in([one.value])
-        is_mean = any(isinstance(found.names.get(name), torch.Tensor) and not found.names[name].dim() for name in read)
-        is_whole = divided not in read or one.lineno < line or any(node in again for node in ast.walk(one.value))
-        if isinstance(one.value, ast.Constant) and one.value.value == 1:
-            yield source.replaced(one.value, f"len({window})")
-        elif isinstance(one.value, ast.Constant) or (is_mean and is_whole and not read & found.item_names):
-            yield Change(source.start(one.value), source.start(one.value), "(" if _is_loose(one.value) else "")
-            yield source.behind(one.value, f"{')' if _is_loose(one.value) else ''} * len({window})")
+def _scaled_by(found: BatchLoop, statement: ast.stmt, name: str) -> _Scaled | None:
+    """What a statement that gives a loss its value divides by the number of batches."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Div | ast.Mult):
+        return _scaled(found, ast.BinOp(statement.target, statement.op, statement.value))
+    if isinstance(statement, ast.Assign) or (isinstance(statement, ast.Expr) and name):
+        return _scaled(found, statement.value)
+    return None
 
 
-def _is_loose(node: ast.expr) -> bool:
-    """Whether an expression needs parentheses to be multiplied."""
-    is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div)
-    return not isinstance(node, ast.Call | ast.Name | ast.Attribute | ast.Constant | ast.Subscript) and not is_product
-
-
-def _tail(found: _Loop) -> Iterator[Change]:
+def _tail(found: BatchLoop) -> Iterator[Change]:
     """What takes the update of a short last window out, which each window ends with."""
     source, scope = found.source, found.source.scope(found.loop)
     block = source.block(found.loop)

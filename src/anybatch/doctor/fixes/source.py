@@ -202,10 +202,11 @@ class UserSource(Parsed):
     def dedented(self, outer: ast.With | ast.If, comment: str = "") -> list[Change]:
         """The body of a ``with`` or an ``if`` without it, behind a comment in its place."""
         first, (start, _) = outer.body[0], self._whole_lines(outer)
-        inner = self._whole_lines(first)[0]
+        inner, ends = self._starts[first.lineno - 1], self._whole_lines(outer)[1]
         shift = first.col_offset - outer.col_offset
-        ends = self._whole_lines(outer.body[-1])[1]
         lines = self._data[inner:ends].decode().splitlines(keepends=True)
+        if first.lineno == outer.lineno:
+            raise UnclearEdit("the block stands in the line of its head")
         if any(line.strip() and line[:shift].strip() for line in lines):
             raise UnclearEdit("a line of the block is not indented")  # of a string, as a rule
         self._without_long_strings(outer)
