@@ -220,9 +220,8 @@ def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
         tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
         if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             raise BatchError(
-                f"{node.label} has a grad_fn, and the backward pass of the first micro-batch would free its graph, "
-                "which the others need; expected data. Compute it in the loss function, or pass "
-                f"{node.label}.detach()",
+                f"{node.label} has a grad_fn, and the first micro-batch's backward pass would free its graph; "
+                f"expected data. Compute it in the loss function, or pass {node.label}.detach()",
                 path=node.label,
             )
 

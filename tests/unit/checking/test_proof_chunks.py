@@ -254,7 +254,7 @@ def test_what_depends_on_the_chunks_that_its_author_gives_is_told(name: str, siz
     is_of_rows = name == "a mean over what its chunk has"  # which is stopped where rows are split
     with pytest.warns(anybatch.AnyBatchWarning, match="where(ver)? time is cut"):
         out = ran(FAULTY[name](4), batch_of(), None if is_of_rows else size)
-    assert "in chunks of 4 steps, which have another loss" in out.proof.note
+    assert "in chunks of 4 steps, whose loss differs" in out.proof.note
     assert (": not the same gradient" in str(out.proof)) == (out.proof.error > out.proof.tolerance)
 
 

@@ -465,7 +465,7 @@ def test_an_average_that_requires_gradients_is_not_trained() -> None:
 
     with pytest.raises(NotSplittable) as refused:
         trained(model, taught, batch, micro_batch_size=4)
-    assert "trains another net" not in str(refused.value)
+    assert "trains another network" not in str(refused.value)
     assert "Update them once per step" in str(refused.value)
 
 

@@ -47,7 +47,7 @@ WAY = re.compile(r"(batch_norm=\"\w+\"|autocast=torch\.\w+|torch\.optim\.SGD wit
 @pytest.mark.parametrize("memory", [8, "8"])
 def test_a_budget_of_few_bytes_is_said_to_have_no_unit(memory: Any) -> None:
     model = rows()
-    with pytest.raises(anybatch.DoesNotFit, match=r'a number without a unit is one of bytes; is "8GiB" meant\?'):
+    with pytest.raises(anybatch.DoesNotFit, match=r'a number without a unit is in bytes; did you mean "8GiB"\?'):
         anybatch.plan(model, loss_fn, CASES["SGD"][1], torch.optim.SGD(model.parameters()), memory=memory)
 
 
