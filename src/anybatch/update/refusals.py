@@ -112,7 +112,7 @@ def _whole(cause: WhySplit) -> str:
     elif cause.planned:
         first = "Name more modules that may be recomputed with blocks=[...], or use autocast=torch.bfloat16."
     elif cause.micro_batch_size is not None:
-        first = f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget."
+        first = f"Replace micro_batch_size={cause.micro_batch_size:g} with a budget."
     budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
     return (
         f"{first} Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are "

@@ -92,7 +92,7 @@ def test_of_batch_norm_in_a_window() -> None:
     (window,) = anybatch.windows(batches, batches=2)
     model = normalised()
     text, _ = refused(lambda: backward(model, loss_fn, window))
-    assert "Join the 2 batches of the window" in text
+    assert "Concatenate the 2 batches of the window" in text
     torch.testing.assert_close(
         stepped("anybatch.TrainStep(model, loss_fn, optimizer)", normalised()), plainly(normalised())
     )

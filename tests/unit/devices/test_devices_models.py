@@ -254,7 +254,7 @@ def test_batch_norm_is_refused_or_frozen_or_a_ghost() -> None:
     fresh = make()
     step_of(fresh, devices=TWO, batch_norm="ghost")(batch)  # those of the micro-batches of the first device
     assert torch.equal(fresh[1].running_mean, first[1].running_mean)
-    with pytest.raises(anybatch.NotSplittable, match="one value a channel"):
+    with pytest.raises(anybatch.NotSplittable, match="one value per channel"):
         step_of(make(), devices=TWO, batch_norm="ghost")(batch_of(2))
 
 
