@@ -400,7 +400,7 @@ def test_of_a_first_call_that_keeps_something_of_its_samples() -> None:
 
     found = check(linear(), Normalised(), vectors()).reasons[0]
     assert found.remedies == CAUSES["first call"].remedies
-    assert "The first call sets self.mean by the samples" in found.message
+    assert "The first call sets self.mean from the samples" in found.message
 
     def made(size: int | None) -> list[Any]:
         model, batch, loss_fn = linear(), vectors(), Normalised()
