@@ -316,7 +316,7 @@ class Averages:
         others = "anybatch.count_samples" if self._given is count_samples else "..."
         codes = {name: "..." if name in unknown else others for name in self._names}
         codes |= {name: one.code for name, one in found.items()}
-        left = "  # ...: what these are divided by, which is unknown" if unknown else ""
+        left = "  # ...: what these are divided by, which is not known" if unknown else ""
         return f"count={{{', '.join(f'{name!r}: {code}' for name, code in codes.items())}}}{left}"
 
     def _were_tried(self, weights: Sequence[Sequence[float]]) -> bool:
