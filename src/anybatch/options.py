@@ -150,8 +150,7 @@ def _checked_placement(options: Options) -> tuple[str, ...]:
             raise BatchError(f"{name} is a {type(function).__name__}; expected a function, or None")
     if options.layout is not None and options.collate is not None:
         raise BatchError(
-            "layout= and collate= were given; expected one of them: raw samples are cut by the sample, before collate "
-            "joins them"
+            "layout= and collate= were given; expected one of them: raw samples are split before collate joins them"
         )
     return placement(options.broadcast, options.layout)
 
@@ -171,8 +170,8 @@ def _check_uncut(options: Options, splittable: Splittable, is_planned: bool) -> 
     """Refuses a batch that can't be split although it has to be, and a layout that ``OverTime`` can't use."""
     if any(getattr(splittable.broadcast, "dims", {}).values()) and as_over_time(options.loss_fn):
         raise BatchError(
-            "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
-            "[rows, time] in the loader"
+            "layout= puts samples along a dimension other than 0, where OverTime expects them; transpose [time, "
+            "rows] to [rows, time] in the loader"
         )
     obstacle = splittable.obstacle
     if obstacle is None:
@@ -325,8 +324,8 @@ def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: S
         if inputs is not None and not has_any:
             which = f"optimizer[{index}]" if len(optimizers) > 1 else "the optimizer"
             raise BatchError(
-                f"{which}, a {type(optimizer).__name__}, has no parameter among inputs, so it would never update one; "
-                "expected inputs=model.part.parameters() of the part that it trains"
+                f"{which}, a {type(optimizer).__name__}, has no parameter among inputs, so it would never update "
+                "one; expected inputs=model.part.parameters() of the part it trains"
             )
 
 
@@ -351,9 +350,10 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
     kinds = sorted({device.type for device in devices})
     if plan is not None and len(kinds) > 1:
         raise BatchError(
-            f"memory= or plan= was given, and devices are of the types {' and '.join(kinds)}; a plan is for one type "
-            "of device, since each type has other kernels, which save other tensors. Use devices of one type, or "
-            "give micro_batch_size= instead: if any device runs out of memory, micro-batches shrink on all"
+            f"memory= or plan= was given, and devices are of the types {' and '.join(kinds)}; a plan is for one "
+            "type of device, since kernels differ between types and save different tensors. Use devices of one "
+            "type, or give micro_batch_size= instead: if any device runs out of memory, micro-batches shrink on "
+            "all"
         )
     if reducer.is_shared or (group is not None and group is not False):
         raise BatchError(
@@ -366,8 +366,8 @@ def refuse_parts(model: torch.nn.Module, verb: str) -> None:
     """Refuses a model of which this rank has a part only."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         raise BatchError(
-            f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, or on "
-            "one process with a model of its own"
+            f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, "
+            "or in one process with its own model"
         )
 
 

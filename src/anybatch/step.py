@@ -239,8 +239,8 @@ class TrainStep(Engine):
         except BaseException as error:
             if self.updates > before:  # the scheduler or the recorder, or Ctrl-C that waited for the update
                 error.add_note(
-                    f"the update was applied (updates={self.updates}): go on with the next batch, since this one "
-                    "given again would count twice"
+                    f"the update was applied (updates={self.updates}): continue with the next batch; passing this "
+                    "one again would count it twice"
                 )
             raise
         finally:
@@ -410,7 +410,7 @@ class TrainStep(Engine):
 
     def __copy__(self) -> "TrainStep":
         raise TypeError(
-            "a shallow copy of a TrainStep would share its model and count elsewhere; use copy.deepcopy(step), or "
+            "a shallow copy of a TrainStep would share its model but not its counters; use copy.deepcopy(step), or "
             "build another TrainStep"
         )
 

@@ -148,7 +148,7 @@ def changes_gradients(rank: int, world: int, *, what: str, wrap: Wrap, where: Se
         assert_float64(whole_weights(model), list(alone.parameters()), "the weights")
         return
     assert isinstance(error, anybatch.LossError if rank in where else anybatch.AnyBatchError), error
-    assert ("called backward() itself" if what == "backward" else "took gradients off") in str(error), error
+    assert ("called backward() itself" if what == "backward" else "cleared gradients") in str(error), error
     assert parts(model) == before
     assert all(p.grad is None for p in model.parameters())
 

@@ -104,8 +104,8 @@ def _rows_of_tensor(value: torch.Tensor, choices: Sequence[Sequence[int]], label
     if value.layout in (torch.sparse_csr, torch.sparse_csc) and value.dim() == 2:
         return [part.to_sparse(layout=value.layout) for part in _rows_of_tensor(value.to_sparse_coo(), choices, label)]
     raise BatchError(
-        f"{label} has the layout {value.layout}, which can't be cut along its rows; make it strided or "
-        "torch.sparse_coo, or pass broadcast= for it if it is not of the samples",
+        f"{label} has the layout {value.layout}, which can't be split along its rows; make it strided or "
+        "torch.sparse_coo, or pass broadcast= for it if it is not per sample",
         path=label,
     )
 
@@ -380,8 +380,9 @@ def _joined(nodes: Sequence[Node]) -> Any:
     shapes = {tuple(value.shape[1:]) if isinstance(value, torch.Tensor) else None for value in values}
     if None in shapes or len(shapes) > 1:
         raise BatchError(
-            f"{first.label} can't be joined over the batches of a window: {sorted(map(str, shapes))}; expected tensors "
-            "whose rows have one shape. Return what the loss needs of it from encode, and leave the batch argument out",
+            f"{first.label} can't be joined over the batches of a window: {sorted(map(str, shapes))}; expected "
+            "tensors whose rows all have the same shape. Return what the loss needs of it from encode, and leave "
+            "the batch argument out",
             path=first.label,
         )
     return torch.cat(values)

@@ -110,7 +110,7 @@ def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None 
     """
     if isinstance(broadcast, str):
         raise BatchError(
-            f"broadcast is the text {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
+            f"broadcast is the string {broadcast!r}; expected a sequence of paths: broadcast=({broadcast!r},)"
         )
     if layout is None:
         return broadcast if isinstance(broadcast, Placement) else tuple(broadcast)
@@ -220,8 +220,8 @@ def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
         tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
         if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             raise BatchError(
-                f"{node.label} has a grad_fn, and the backward of the first micro-batch would free its graph for the "
-                f"others; expected data. Compute it in the loss function, or pass {node.label}.detach()",
+                f"{node.label} has a grad_fn, and the first micro-batch's backward pass would free its graph; "
+                f"expected data. Compute it in the loss function, or pass {node.label}.detach()",
                 path=node.label,
             )
 

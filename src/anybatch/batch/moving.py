@@ -42,8 +42,9 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
             return leaf
         if leaf.is_meta:
             raise BatchError(
-                f"the batch has a tensor {tuple(leaf.shape)} on the meta device, where tensors have no numbers; "
-                "expected one on the host or on a device. Only anybatch.plan, of a model on meta, takes it there"
+                f"the batch has a tensor {tuple(leaf.shape)} on the meta device, where tensors hold no data; "
+                "expected one on the host or on a device. Only anybatch.plan, with a model on meta, accepts it "
+                "there"
             )
         if pin and leaf.device.type == "cpu" and leaf.layout is torch.strided:
             leaf = leaf if leaf.is_pinned() else leaf.contiguous().pin_memory()

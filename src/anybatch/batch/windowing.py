@@ -36,7 +36,7 @@ def note_the_batches(error: Exception, batch: Any) -> None:
         return
     if isinstance(batch, Iterator):
         kind = type(batch).__name__
-        error.add_note(f"the batch is a {kind}, and loss_fn was given it. If it has batches: {IN_WINDOWS}")
+        error.add_note(f"the batch is a {kind}, and loss_fn was called with it. If it contains batches: {IN_WINDOWS}")
     if type(batch) is not list or len(batch) < 2:
         return
     try:
@@ -45,8 +45,8 @@ def note_the_batches(error: Exception, batch: Any) -> None:
         return
     if min(rows) > 1 and all(len([*filter(rows_of, flat(one))]) > 1 for one in batch):
         error.add_note(
-            f"the batch is a list of {len(batch)}, the first of {rows[0]} rows, as of batches of a "
-            f"loader, and loss_fn was given it, or a part of it. If they are batches: {IN_WINDOWS}"
+            f"the batch is a list of {len(batch)}, the first of {rows[0]} rows, like batches of a loader, and "
+            f"loss_fn was called with it or part of it. If they are batches: {IN_WINDOWS}"
         )
 
 
@@ -81,7 +81,7 @@ class Windows:
             yield window
         if window is None and self._passes > 1 and iter(self._loader) is self._loader:
             raise BatchError(
-                f"the loader of these windows, a {type(self._loader).__name__}, is an iterator and is used up; "
+                f"the loader of these windows, a {type(self._loader).__name__}, is an iterator and is exhausted; "
                 "expected one that can be iterated in each epoch, such as a DataLoader or a list"
             )
 
@@ -130,7 +130,7 @@ def windows(
     if len(given) != 1:
         raise BatchError(f"got {given or 'none of them'}; expected exactly one of batches=, samples= and tokens=")
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        raise BatchError(f"windows over {loader!r}, which is no iterable; expected a loader, or a list of batches")
+        raise BatchError(f"windows over {loader!r}, which is not iterable; expected a loader, or a list of batches")
     name, size = next(iter(given.items()))
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise BatchError(f"{name}={size!r}; expected an integer of at least 1")

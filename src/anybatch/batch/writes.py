@@ -38,7 +38,7 @@ class Writes:
         names = [label for batch in batches for label, _, leaf in leaves(batch, "batch") if id(_data(leaf)) in written]
         raise LossError(
             f"the loss wrote into {names[0] if names else 'its batch'} in place, and runs on it again {cause}; "
-            "expected a loss that does not change its batch. Write to a copy: x = x - mean instead of "
+            "expected a loss that does not modify its batch. Write to a copy: x = x - mean instead of "
             "x.sub_(mean), or x = x.clone() before"
         )
 

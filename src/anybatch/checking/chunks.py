@@ -70,7 +70,7 @@ def proof_of_chunks(trial: Trial, split: Split) -> Found:
             is_chosen = loss.chunk is None or task.settings.chunk_length is not None
             if found.stops or (loss.mode == "exact" and is_chosen):
                 return replace(proof, outcome="not exact"), shown
-            note = f"in chunks of {length} steps, which have another loss than those of {other}"
+            note = f"in chunks of {length} steps, whose loss differs from that of chunks of {other}"
             return replace(proof, note=note), shown  # a warning: they may be part of the loss
         except AnyBatchError as error:
             note = str(error)
@@ -119,11 +119,11 @@ def _of_state(rig: Rig, loss: OverTime, length: int) -> str:
         return ""
     moved = rig.run(loss_fn=_Followed(loss, length, by=_MOVED).loss)
     if max(moved.error(whole), moved.value_error(whole)) <= _SAME:
-        return "`chunk_loss` does not read the state that it is given"
+        return "`chunk_loss` does not read the state it is given"
     # A state that stays may be what the sequences have in common, such as the output of an encoder or a temperature; no
     # such one is zeros, as a state is where the first chunk begins.
     stays = plain.is_zero and not plain.is_changed
-    return "the state that `chunk_loss` returns is the one that it was given" if stays else ""
+    return "`chunk_loss` returns the state it was given" if stays else ""
 
 
 class _Followed:

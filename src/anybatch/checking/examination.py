@@ -59,8 +59,8 @@ def examine(task: Task) -> Certificate:
         rows = task.splittable.rows
         if rows <= 2:
             raise DoesNotFit(
-                f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice the "
-                "bytes; check a smaller model of the same kind, or on the host"
+                f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice "
+                "the bytes; check a smaller model of the same kind, or check on the host"
             )
         task = replace(task, splittable=task.splittable.chosen(range(max(2, rows // 2))))
 
@@ -348,7 +348,7 @@ def _is_of_items(found: Reason) -> bool:
 
 def _drawn_count(found: Reason) -> Reason:
     """A reason of a loss that is a mean over as many items as are drawn."""
-    message = f"{found.message} How many items there are depends on the random numbers that are drawn."
+    message = f"{found.message} The number of items depends on the random numbers drawn."
     return replace(found, message=message, remedies=found.remedies[:1])
 
 

@@ -53,7 +53,7 @@ def another_size(trial: Trial, split: Split) -> Found | None:
             return None
         if difference.is_none:
             return proof, worded("size", "model", given=given, failed=failed, size=size, samples=sum(cut.sizes))
-        ran = ran or f"one of {size} samples runs, and gives another gradient than the whole batch"
+        ran = ran or f"one of {size} samples runs, but gives a different gradient than the whole batch"
     fails = f"A micro-batch of {given} samples fails with {failed}; {ran}."
     return (proof, worded("too few", "loss", fails=fails)) if ran else None
 

@@ -50,17 +50,18 @@ _APART = 0.01  # the error of two losses that is none of rounding
 _TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
 _ANEW = (
-    "torch draws numbers that are of no sample, such as which layer is left out: once in each micro-batch, where the "
-    "whole batch has them once; draw them before the step and give them as data, or run the whole batch at once"
+    "torch draws random numbers that belong to no sample, such as which layer to drop: once per micro-batch, but "
+    "only once for the whole batch; draw them before the step and pass them as data, or run the whole batch at "
+    "once"
 )
 _OTHERS = (
-    "NumPy, Python or a generator of your own draws anew in each micro-batch: as good for what is drawn for each "
-    "sample; what is drawn once for the batch, draw before the step"
+    "NumPy, Python or a generator of your own draws anew in each micro-batch: just as good for what is drawn per "
+    "sample; draw anything that is drawn once per batch before the step"
 )
 _MEET = {  # by whether they do
-    None: "samples may meet others of the batch by these numbers, as by np.random.permutation, which can't be told "
-    "here from numbers of each sample's own",
-    False: "no sample was seen to meet another by these numbers, so that each micro-batch just draws its own",
+    None: "these numbers may mix samples with others of the batch, as np.random.permutation does, which can't be "
+    "told here from numbers drawn per sample",
+    False: "these numbers were not seen to mix samples, so each micro-batch just draws its own",
 }
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 _BY_VERB: dict[Verb | None, dict[str, str]] = {  # remedies that are worded for TrainStep
@@ -103,7 +104,7 @@ def prove(
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
-        note = "BatchNorm without running statistics sees other samples"
+        note = "BatchNorm without running statistics sees different samples"
         return Proof("undecided", update=update, note=note), None, Seen()
     with surroundings(), callers_seen(task.model) as takes_hooks:
         trial = Trial(split)
@@ -122,7 +123,7 @@ def prove(
             proof = proof.with_note(_ANEW)
         if prover.is_of_now:
             proof = proof.with_note(
-                "what begins later, such as a counter that is read then, takes more, and was not seen"
+                "what starts later, such as a counter that is read then, needs more, and was not seen"
             )
     if over_time is not None:
         proof = replace(proof.with_note(over_time[0].note), chunks=() if reason else over_time[0].chunks)
@@ -165,7 +166,7 @@ class _Prover:
         except Exception as error:
             if isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 raise
-            note = f"the program fails where some samples run once more ({in_one_line(error)})"
+            note = f"the program fails when some samples run again ({in_one_line(error)})"
             Failure(error).release()
         return Proof("undecided", note=note), None
 
@@ -178,7 +179,9 @@ class _Prover:
         if not self._task.is_planned or not found[0].exact or found[1] is not None or found[0].group > 1:
             return found
         many = self.among_many()
-        note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
+        note = (
+            "" if self._times > 1 else "the loss of two whole micro-batches does not fit in memory, and was not checked"
+        )
         return many or (found[0].with_note(note), None)
 
     def _moved(self) -> Found:
@@ -231,7 +234,7 @@ class _Prover:
             other = self._uncut() or in_parts_of(trial, split) or another_size(trial, split) or self._carried()
             if other is not None:
                 return other
-        alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
+        alone = "a micro-batch has one sample" if uncut is None else f"the batch can't be split: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
     def _uncut(self) -> Found | None:
@@ -370,17 +373,17 @@ class _Prover:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""
         found, note = None, "a micro-batch has one sample"
         if any(map(is_scripted, self._task.every_module)):
-            return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
+            return Proof("undecided", note=f"{note}, and two can't be measured in a torch.jit module"), None
         try:
             for cut in self._cuts.between(most=2):
                 difference = self._trial.of_losses(cut)
-                shown = difference.proof("exact", "losses", note="the gradient of two samples does not fit")
+                shown = difference.proof("exact", "losses", note="the gradient of two samples does not fit in memory")
                 proof, reason = (shown, None) if difference.is_none else self._decided(difference)
                 if reason is not None:
                     return proof, reason
                 found = found or proof
         except OverBudget:
-            note = f"{note}, and two samples do not fit, not even without their gradient"
+            note = f"{note}, and two samples do not fit in memory, not even without their gradient"
         except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
             note = f"{note}, and two can't be run without their gradient ({in_one_line(error)})"
             Failure(error).release()
@@ -528,9 +531,9 @@ class _Prover:
                 parted = self._cuts.of_parted_groups(group=group) if is_of_places else ()
                 if any(self._all_the_same(lambda _, cut=cut: iter([cut])) for cut in parted):  # type: ignore[misc]
                     continue  # a group may be parted after all, so that it is none
-                note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+                note = f"each {group} consecutive samples belong together: micro_batch_size has to keep them together"
                 if not is_of_places:
-                    note = f"{note}, and each batch is proved, since what belongs together is told by a value of it"
+                    note = f"{note}, and each batch is proved, since its values say what belongs together"
                 proof = in_groups.proof("exact", "comparison", note=note)
                 return replace(proof, group=group, is_of_batch=not is_of_places), None
         return None
@@ -579,12 +582,11 @@ def refusal(
         found = found.replace("than whole", "than in another order")
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
-    kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""
+    kept = "Nothing was changed, except that the comparison also changed it." if reason.evidence.get("moves") else ""
     check = "" if proof.by == "certificate" else "anybatch.check(model, loss_fn, batch) looks at more samples; "
-    ranks = " The batch of each rank is a part of that of all ranks, also in one micro-batch." if is_of_ranks else ""
+    ranks = " Even in one micro-batch, the batch of each rank is only part of the global batch." if is_of_ranks else ""
     instead = f" Instead:{remedies}" if remedies else ""
     return NotSplittable(
-        f"{found} {reason.message}{ranks} {kept or 'Nothing was changed.'} "
-        f"{check}verify='off' splits all the same.{instead}",
+        f"{found} {reason.message}{ranks} {kept or 'Nothing was changed.'} {check}verify='off' splits anyway.{instead}",
         modules=modules,
     )

@@ -204,7 +204,7 @@ class Replay:
             with unobserved(), without_modes():
                 tensors = [one for one in flat((inputs, output)) if isinstance(one, torch.Tensor)]
                 if {type(one) for one in tensors} - {torch.Tensor, torch.nn.Parameter}:
-                    raise TypeError("a tensor of another class may be made only when it is read")
+                    raise TypeError("a tensor subclass may be materialised only when it is read")
                 self._bytes += sum(one.nbytes for one in tensors if one.requires_grad or not one._is_view())
                 if self._bytes <= _MOST_BYTES:
                     given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
@@ -307,7 +307,7 @@ class Replay:
             )
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
-        note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
+        note = f"as long as {masks[0]} is full" if masks else "as long as the loss treats all samples alike"
         return self._proof.with_note(note), told
 
     def _differs(self, calls: list["_Call"], splittable: Splittable) -> bool:
@@ -371,7 +371,7 @@ def looked_at_apart(split: Split, proof: Proof, seen: Seen, others: OtherCounts)
         return replay.found(losses), replay.unseen
     except OverBudget as error:
         Failure(error).release()
-        proof = proof.with_note("what the loss does with other outputs takes more, and was not seen")
+        proof = proof.with_note("what the loss does with different outputs needs more, and was not seen")
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
         Failure(error).release()
     return (proof, None), even(task.splittable)
@@ -448,7 +448,7 @@ def _leaf(own: Any, size: int) -> Any:
         return own
     value = own.read()
     if value.dim() == 0 or len(value) != size:
-        raise ValueError("it is not of the samples")
+        raise ValueError("it is not per sample")
     return value.requires_grad_(own.has_graph)
 
 
@@ -456,7 +456,7 @@ def _joined(own: Sequence[Any]) -> Any:
     if isinstance(own[0], torch.Tensor):
         return torch.cat(list(own)) if len(own) > 1 else own[0].view_as(own[0])  # a loss may write to it
     if any(one is not own[0] and one != own[0] for one in own):
-        raise ValueError("what the model gives beside tensors differs")
+        raise ValueError("the model's outputs other than tensors differ")
     return own[0]
 
 
@@ -497,7 +497,7 @@ class _Player:
         self._calls += 1
         with without_modes() if self._operations is not None else contextlib.nullcontext():
             if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
-                raise ValueError("the model is called with other inputs, or with the samples in another order")
+                raise ValueError("the model is called with different inputs, or with the samples in a different order")
             return call.output(self._rows)
 
     @contextlib.contextmanager

@@ -209,7 +209,7 @@ class Rig:
             except _OutsideLeaves as found:
                 for leaf in found.args:
                     self._copy_values(leaf)
-                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside the modules", leaf)
         # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
         kept = [i for i, one in enumerate(self.parameters) if i < inside or id(one) in whole.gradients]
         self.parameters = [self.parameters[i] for i in kept]

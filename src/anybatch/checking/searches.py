@@ -46,8 +46,8 @@ _ONE_SIZE = (
 )
 _PADDED = reason(
     "padding",
-    shown="the same samples give the whole's gradient if they are cut from the batch that is padded as a whole, but "
-    "not if each micro-batch is padded to its own longest sample",
+    shown="the same samples give the whole batch's gradient if they are split from the padded batch, but not if "
+    "each micro-batch is padded to its own longest sample",
 )
 
 
@@ -146,7 +146,7 @@ def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
     reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]
     if counts and len(counts) == len(found):
         error = case.compared(count=averages.count_with(counts)).error
-        rest = "" if error <= case.tolerance else " still, so that there is another reason, too"
+        rest = "" if error <= case.tolerance else " still, so there is another cause, too"
         text = f" With the count below the error is {error:.2g}{rest}."
         reasons = [more(one, text, error_with_remedy=error) for one in reasons]
     failures = [f" As it is, a split is refused: {failure}" for _, failure in comparison.failures[:1]]
@@ -223,9 +223,10 @@ def _padded_in_the_model(case: Case) -> Reason | None:
         if case.is_exact(whole=case.rig.run(splittable=padded), splittable=padded):
             found = reason(
                 "padding", "model",
-                shown=f"{label} and the others have several sizes, and once all have that of the largest, micro-"
-                "batches give the whole's gradient; the model pads them to the largest of each micro-batch, and what "
-                "it computes there, such as the statistics of a norm, is another one",
+                shown=f"{label} and the others have several sizes, and once all have the largest size, "
+                      "micro-batches give the whole batch's gradient; the model pads them to the largest of each "
+                      "micro-batch, and what it computes on the padding, such as the statistics of a norm, "
+                      "differs",
             )  # fmt: skip
             return replace(found, remedies=(_ONE_SIZE,))
     return None
@@ -274,7 +275,7 @@ def _mixing(case: Case, name: str, difference: float, whole: Recording) -> Reaso
     # Those that are built with ``batch_first`` too hand it on to those inside.
     outer = [one for one in modules if f"{name}.".startswith(f"{one}.") and _takes_batch_first(modules[one])]
     remedies = [f"{type(modules[min(outer, key=len)] if outer else module).__name__}(..., batch_first=True)"]
-    remedies += [f"layout={layout!r}  # if the batch has the time first, and the samples after it"] if layout else []
+    remedies += [f"layout={layout!r}  # if the batch has time first, then the samples"] if layout else []
     return more(coupled, reason("time first").message, before=remedies)
 
 
@@ -391,7 +392,7 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
     if isinstance(failure, AnyBatchError):
         return reason("refused", "loss", {"error": kind}, failure=failure)
     text = str(failure).splitlines()[0] if str(failure) else kind
-    split = f"a split into micro-batches of {smallest} samples and more"
+    split = f"a split into micro-batches of {smallest} samples or more"
     fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
     is_fixed = "invalid for input of size" in text and "[-1" not in text  # which takes whole groups
     cause = "fixed shape" if is_fixed else "squeezed" if smallest == 1 else "too few"

@@ -46,7 +46,7 @@ class State:
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
         self.is_made_once = self._is_made_once(blamed)
         self._case.attempt(self._parts, carries=self._changed)
-        off = "fails" if self.error == math.inf else f"has another gradient ({how_far(self.error)})"
+        off = "fails" if self.error == math.inf else f"has a different gradient ({how_far(self.error)})"
         if self.is_made_once:
             return self._worded("first call", blamed, error=self.error)
         kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)
@@ -142,9 +142,10 @@ def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
     if not places:
         return (
             "loss",
-            "the model or the loss reads what moves: a counter that can't be put back, an iterator, a clock or a file",
+            "the model or the loss reads what changes: a counter that can't be restored, an iterator, clock or file",
         )
-    return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"
+    shown = listed([f"`{one.code}`{one.owner}".rstrip(",") for one in places])
+    return places[0].code, f"the loss advances {shown}"
 
 
 class Buffers:

@@ -38,10 +38,12 @@ def prove_together(split: Split) -> tuple[Proof, Reason | None]:
             try:
                 proof, why = _compared(trial, split)
                 if task.cut_of_time is not None:  # each chunk gathers the weights, on all ranks at once
-                    proof = proof.with_note("where time is cut was not compared, since the model lies in parts")
+                    proof = proof.with_note(
+                        "whether it matters where time is cut was not compared, since the model is sharded"
+                    )
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
-                note = found.shortage.text or "the ranks run other units of the model"
+                note = found.shortage.text or "the ranks run different units of the model"
                 if found.shortage.is_memory:
                     break
             except AnyBatchError:
@@ -85,7 +87,7 @@ def _compared(trial: Trial, split: Split) -> tuple[Proof, Reason | None]:
         return until_crossed(proof, bound) if bound else (proof, None)
     if error <= CERTAIN * difference.tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
-        return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
+        return Proof("undecided", note=f"{note}, and no certificate can be made of a sharded model"), None
     return replace(proof, outcome="not exact"), explained(error, lambda: reason("in parts", "loss", {"error": error}))
 
 

@@ -192,8 +192,8 @@ def _with_others(facts: dict[str, Any], found: FoundStep) -> dict[str, Any]:
     if lines := found.other_backwards:
         told += [Reason(
             "other-losses", "loss",
-            f"Only the loss that goes back at {found.at} was checked. The loop calls backward() for other losses, too "
-            f"({at_lines(lines)}), which may couple samples where this one does not.",
+            f"Only the loss whose backward() is called at {found.at} was checked. The loop calls backward() for "
+            f"other losses, too ({at_lines(lines)}), which may couple samples where this one does not.",
             ('return {"first": first, "second": second}  # in one loss function, where they are of the same update',),
             {"lines": lines},
         )]  # fmt: skip

@@ -66,8 +66,10 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option(
     "--batch-norm",
     type=click.Choice(["ghost", "frozen"]),
-    help="Split batches of a model with BatchNorm: ghost takes the statistics of each micro-batch, frozen the running "
-    "ones.  [default: that of the script, else batches are not split]",
+    help=(
+        "Split batches of a model with BatchNorm: ghost uses the statistics of each micro-batch, frozen the "
+        "running ones.  [default: that of the script, else batches are not split]"
+    ),
 )
 @click.option(
     "--ranks",
@@ -114,7 +116,7 @@ def plan_command(
     reached a step.
     """
     if shard is not None and ranks is None:
-        raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
+        raise click.UsageError("--shard says how the model is sharded over ranks; add --ranks N")
     if ranks is not None and (output or patch):
         raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --patch out")
     outputs = Outputs(json_path, page=output, force=force)
@@ -185,21 +187,21 @@ def _notes(ending: Ending) -> list[str]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     if lines := ending.facts.get("other_backwards"):
         notes.append(
-            f"The figures are of the loss that goes back at {ending.facts['found']} alone. The loop calls backward() "
-            f"for other losses, too ({at_lines(lines)}); where they are of the same update, have one "
-            'loss function return them in a mapping, as in: return {"first": first, "second": second}'
+            f"The figures are of the loss whose backward() is called at {ending.facts['found']} alone. The loop "
+            f"calls backward() for other losses, too ({at_lines(lines)}); where they belong to the same update, "
+            'have one loss function return them in a mapping, as in: return {"first": first, "second": second}'
         )
     if ending.facts.get("refusal"):
         notes.append(
-            "This is a plan of the whole batch: micro-batches are refused, for the reason that is given below."
+            "This is a plan of the whole batch: micro-batches are refused, for the reason given below."
             if ending.facts["is_whole"]
             else "The step refuses these micro-batches: they would not give the whole batch's gradient."
         )
     elif ending.facts.get("unproved"):
-        notes.append(f"That micro-batches have the whole batch's gradient is not proved: {ending.facts['unproved']}")
+        notes.append(f"It is not proved that micro-batches have the whole batch's gradient: {ending.facts['unproved']}")
     elif ending.facts.get("obstacle"):
         batch = f" The batch is {ending.facts['batch']}." if "batch" in ending.facts else ""
-        notes.append(f"The batch counts as one sample, since it can't be cut: {ending.facts['obstacle']}.{batch}")
+        notes.append(f"The batch counts as one sample, since it can't be split: {ending.facts['obstacle']}.{batch}")
     return notes
 
 
@@ -209,9 +211,9 @@ def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | N
     if not change:
         console.print(f"\nTo use it: {use}", markup=False, soft_wrap=True)
         if "found" in facts:
-            console.print(f"The loop stays to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
+            console.print(f"The loop has to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
         if patch is not None:
-            why = "the loop stays to be changed by hand" if "found" in facts else "the script calls anybatch itself"
+            why = "the loop has to be changed by hand" if "found" in facts else "the script calls anybatch itself"
             console.print(f"No patch was written: {why}.", markup=False, soft_wrap=True)
         return
     behind = f", or: patch -p1 < {patch}" if patch is not None else ""

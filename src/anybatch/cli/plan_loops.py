@@ -214,10 +214,10 @@ class FoundStep:
             before.restore()
         if not is_drawn and found[0] == found[1] and not math.isclose(found[0], loss, rel_tol=_SAME, abs_tol=_SAME**2):
             raise StepUnclear(
-                f"the forward before {self._step.where(self._step.back)} gives a loss of {found[0]:.6g} when it runs "
-                f"again, where the loop had {loss:.6g}: something else takes part in it, such as a function that "
-                "changes a result in place, or a value that was changed since; have the function return the result, "
-                "and change the value after the backward"
+                f"the forward before {self._step.where(self._step.back)} gives a loss of {found[0]:.6g} when it "
+                f"runs again, where the loop had {loss:.6g}: something else affects it, such as a function that "
+                "changes a result in place, or a value changed since; have the function return the result, and "
+                "change the value after the backward pass"
             )
 
     @property
@@ -278,9 +278,9 @@ class FoundStep:
                     terms = self._step.loss_fn({one: one for one in names})(model, batch)[1]
             except Exception as error:
                 raise StepUnclear(
-                    f"what the loop reads of the forward, {', '.join(names)}, has to be weighed by the count of the "
-                    f"loss, and the forward did not run again ({type(error).__name__}: {error}); have the loss "
-                    "function return it with the loss, as an anybatch.Mean"
+                    f"what the loop reads from the forward pass, {', '.join(names)}, has to be weighted by the "
+                    f"count of the loss, and the forward pass did not run again ({type(error).__name__}: {error}); "
+                    "have the loss function return it with the loss, as an anybatch.Mean"
                 ) from error
             finally:
                 before.restore()
@@ -397,7 +397,7 @@ def _planned(crashed: Crashed, found: FoundStep, budget: int) -> Crashed:
     try:
         plan = _plan(found, budget)
     except DoesNotFit as refusal:
-        fix = f"No way was found to run this step in {format_bytes(budget)}, what there was for it: {refusal}"
+        fix = f"No way was found to run this step in the available {format_bytes(budget)}: {refusal}"
         return replace(crashed, fix=fix, evidence={**evidence, "needed": refusal.needed})
     memory = format_bytes(budget).replace(" ", "")
     answer = found.with_change({"plan": plan.to_dict()}, {"memory": memory})
@@ -406,7 +406,7 @@ def _planned(crashed: Crashed, found: FoundStep, budget: int) -> Crashed:
     saved = f"# plan.json comes from: anybatch plan SCRIPT --memory {memory} --json plan.json"
     lines = [
         f"# The same batch and gradient in {way}: {format_bytes(plan.peak_bytes)} at the peak,",
-        f"# of {format_bytes(budget)} that there was for it{whole}.",
+        f"# of {format_bytes(budget)} available{whole}.",
         *([saved] if "Plan.load" in answer["change"] else []),
         answer["change"].rstrip() or f"# The lines to change can't be written: {answer['trouble']}",
     ]

@@ -112,21 +112,22 @@ class GradientWatch:
         name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
         if gradient is None or (seen is not None and not bool(local_of(gradient).any())):
             return LossError(
-                f"the loss took gradients off: {name} lost the gradient of earlier micro-batches. Expected a loss "
-                "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
-                "logical batch"
+                f"the loss cleared gradients: {name} lost the gradient of earlier micro-batches. Expected a loss "
+                "that leaves .grad alone; remove zero_grad() from it, since gradients are zeroed once per logical "
+                "batch"
             )
         if not self._is_alone:
             return LossError(
-                f"{name} got a gradient while the loss ran: it called backward() itself, or the loss on another device "
-                "leaves its own copy of the model and uses this one. Expected a loss that is returned and uses the "
-                "model that it is given"
+                f"{name} got a gradient while the loss ran: it called backward() itself, or the loss on another "
+                "device uses this model instead of its own copy. Expected a loss that is returned and uses the "
+                "model passed to it"
             )
         return LossError(
             f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
-            "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
-            "a dict of them, or yield one after the other. A net that the loss trains, as a discriminator, needs a "
-            "step of its own before this one: anybatch.TrainStep(net, its_loss, its_optimizer)"
+            "yielded, and differentiated by anybatch; remove backward() from it, and return the sum of several "
+            "losses, a dict of them, or yield one after the other. A network that the loss trains, such as a "
+            "discriminator, needs a step of its own before this one: anybatch.TrainStep(net, its_loss, "
+            "its_optimizer)"
         )
 
 
@@ -216,9 +217,9 @@ class Accumulation:
             names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
             if names:
                 raise LossError(
-                    f"{', '.join(names[:3])} of {type(module).__name__}, {len(names)} parameters in all, lie on the "
-                    f"meta device, where tensors have no numbers: {error}. Call to_empty(device=...) of their modules, "
-                    "and load or initialize the weights"
+                    f"{', '.join(names[:3])} of {type(module).__name__}, {len(names)} parameters in all, are on "
+                    f"the meta device, where tensors hold no data: {error}. Call to_empty(device=...) of their "
+                    "modules, and load or initialize the weights"
                 ) from error
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

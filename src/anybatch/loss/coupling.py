@@ -28,8 +28,8 @@ _WATCHED = 2
 """Number of encoder runs that are checked for changes of gradients."""
 _EXPECTED_AGAIN = (
     "expected a function of the model, the batch and the global random state of torch, numpy and Python only. Draw "
-    "from these and not from a generator of its own, or let every micro-batch keep its graph: Coupled(..., "
-    "keep=1_000_000). What it counts from call to call is given with the batch"
+    "from these, not from a separate generator, or let every micro-batch keep its graph: Coupled(..., "
+    "keep=1_000_000). Pass what it counts from call to call with the batch"
 )
 
 
@@ -166,7 +166,9 @@ def refuse_others(number: int, labels: Sequence[str], first: Marks, second: Mark
     The tolerance is relative to the sum of absolute values, since kernels may round differently.
     """
     if first.keys() != second.keys():
-        raise LossError(f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}")
+        raise LossError(
+            f"encode gave different outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
+        )
     for position, (mark, tolerance) in first.items():
         again = second[position][0]
         if mark is None or again is None:
@@ -228,7 +230,7 @@ class Outputs:
         own = [leaf if tensor is None else tensor.detach() for leaf, tensor in zip(found, tensors, strict=True)]
         if number == 0:
             if all(tensor is None for tensor in tensors):
-                raise LossError("encode gave no tensor; expected at least one, with one row a sample")
+                raise LossError("encode gave no tensor; expected at least one, with one row per sample")
             self._first, self.labels, self._twins = like(outputs, own), labels, [0] * len(found)
         elif labels != self.labels:
             raise _of_another_structure(labels, self.labels, number)
@@ -268,17 +270,17 @@ class Outputs:
         if not isinstance(column[0], torch.Tensor):
             if not all(_is_equal(value, column[0]) for value in column):
                 raise LossError(
-                    f"{label} is {column[0]!r:.40} for one micro-batch and another for the next; expected tensors with "
-                    "one row a sample, or the same value each time. What is no tensor is in the batch, which the loss "
-                    "may take: loss(model, outputs, batch)",
+                    f"{label} is {column[0]!r:.40} for one micro-batch and another for the next; expected tensors "
+                    "with one row per sample, or the same value each time. Anything that is not a tensor can stay "
+                    "in the batch, which the loss may take: loss(model, outputs, batch)",
                     name=label,
                 )
             return column[0]
         if len({tuple(leaf.shape[1:]) for leaf in column}) > 1:
             shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in column}))
             raise LossError(
-                f"{label} has the shapes {shapes} in different micro-batches; expected rows of one shape, so that they "
-                "can be joined: pool or pad them in encode",
+                f"{label} has the shapes {shapes} in different micro-batches; expected rows of the same shape, so "
+                "that they can be concatenated: pool or pad them in encode",
                 name=label,
             )
         value = torch.cat(column) if len(column) > 1 else column[0].detach()
@@ -316,16 +318,17 @@ def _of_another_structure(labels: Sequence[str], expected: Sequence[str], number
     odd = [label for label in [*labels, *expected] if (label in labels) != (label in expected)]
     return LossError(
         f"encode gave {len(labels)} outputs for micro-batch {number + 1} and {len(expected)} for the first, which "
-        f"differ in {', '.join(odd[:3]) or 'their order'}; expected the same containers around tensors with one row a "
-        "sample. A list with an item for each sample is made a tensor, or taken from the batch in the loss"
+        f"differ in {', '.join(odd[:3]) or 'their order'}; expected the same containers around tensors with one "
+        "row per sample. Turn a list with one item per sample into a tensor, or take it from the batch in the "
+        "loss"
     )
 
 
 def _check_rows(label: str, tensor: torch.Tensor | None, rows: int) -> None:
     if tensor is not None and (tensor.dim() == 0 or len(tensor) != rows):
         raise LossError(
-            f"{label} has the shape {tuple(tensor.shape)} for a micro-batch of {rows} samples; expected one row a "
-            "sample. What belongs to the batch as a whole is computed in the loss",
+            f"{label} has the shape {tuple(tensor.shape)} for a micro-batch of {rows} samples; expected one row "
+            "per sample. Compute what belongs to the batch as a whole in the loss",
             name=label,
         )
 
@@ -424,8 +427,8 @@ class CoupledPass:
         self._tell(number, outputs, tensors)
         if writes.were_made:
             raise LossError(
-                "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
-                "when it runs again; use the operation that does not write in place, or clone the tensor first"
+                "encode of Coupled wrote to a tensor of the batch in place, so it would encode something else when "
+                "it runs again; use the out-of-place operation, or clone the tensor first"
             )
 
         def encoded() -> list[torch.Tensor | None]:

@@ -295,14 +295,14 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
 
     def __enter__(self) -> Any:
         if self._closed or self._pairs:
-            raise CutClosed("this cut was entered before; make a new one: with anybatch.cut(tensors) as tensors:")
+            raise CutClosed("this cut was already entered; make a new one: with anybatch.cut(tensors) as tensors:")
         micro_batches = accumulation.get().micro_batches
         if self._weighting is not None and torch.is_grad_enabled() and micro_batches > 1:
             raise NotSplittable(
-                f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and weighting "
-                "each by itself is not weighting the whole batch; expected the whole batch: use "
-                "anybatch.Coupled(lambda model, batch: model.trunk(batch), heads), whose loss heads(model, features) "
-                "sees all of it, with the cut in there, or one micro-batch (micro_batch_size=None)"
+                f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and "
+                "weighting each separately is not weighting the whole batch; expected the whole batch: use "
+                "anybatch.Coupled(lambda model, batch: model.trunk(batch), heads), whose loss heads(model, "
+                "features) sees all of it, with the cut in there, or one micro-batch (micro_batch_size=None)"
             )
         tensors, self._tensors = self._tensors, None
         stands_in = map_leaves(self._stand_for, tensors) if torch.is_grad_enabled() else tensors
@@ -330,7 +330,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if self._closed:
             raise CutClosed(
                 "a gradient reached a cut tensor after its block had ended, so it would be lost; call backward() "
-                "inside of `with anybatch.cut(...)`, or use the tensor from before the cut"
+                "inside `with anybatch.cut(...)`, or use the tensor from before the cut"
             )
 
     def __exit__(
@@ -371,7 +371,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
                     raise
         if pairs and not gradients and not self._without_backward_is_fine:
             warn(
-                "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
+                "no backward() was called inside `with anybatch.cut(...)`, so no gradient went upstream; call it "
                 "in the block, or leave the cut out",
             )
 
@@ -394,8 +394,8 @@ def written_in_place(error: BaseException, what: str) -> LossError | None:
     if not isinstance(error, RuntimeError) or "leaf Variable that requires grad" not in str(error):
         return None
     return LossError(
-        f"{what} was changed in place (such as relu_ or x += 1), which can't be differentiated where the graph is cut; "
-        "use the version that does not write in place, or clone the tensor first"
+        f"{what} was changed in place (such as relu_ or x += 1), which can't be differentiated where the graph is "
+        "cut; use the out-of-place version, or clone the tensor first"
     )
 
 
@@ -412,8 +412,8 @@ def in_place_explained(what: str) -> Iterator[None]:
 
 def _changed_in_place() -> LossError:
     return LossError(
-        "a tensor that was passed to anybatch.cut was written to in place in its block, and the backward of the shared "
-        "part needs its old value; use the version that does not write in place, or clone the tensor first"
+        "a tensor that was passed to anybatch.cut was written to in place in its block, and the backward pass of "
+        "the shared part needs its old value; use the out-of-place version, or clone the tensor first"
     )
 
 

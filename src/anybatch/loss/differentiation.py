@@ -257,8 +257,8 @@ def checked_count(count: Any, name: str) -> Any:
             )
         if count.requires_grad:
             raise CountError(
-                f"the count of the Mean {name!r} has a gradient, which would be left out; expected a number of items: "
-                "count.detach(), or return total / count as a plain loss with its own count="
+                f"the count of the Mean {name!r} requires a gradient, which would be ignored; expected a number of "
+                "items: count.detach(), or return total / count as a plain loss with its own count="
             )
         return count
     if isinstance(count, bool) or not isinstance(count, (int, float)):
@@ -268,19 +268,19 @@ def checked_count(count: Any, name: str) -> Any:
 
 def _graph_is_gone() -> LossError:
     return LossError(
-        "two yielded losses share a graph, which the first one freed; expected a cut of the shared part: "
-        "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which share one "
-        "backward"
+        "two yielded losses share a graph, which the first one freed; expected a cut of the shared part: `with "
+        "anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which share one "
+        "backward pass"
     )
 
 
 def _graph_is_kept() -> LossError:
     return LossError(
-        "the loss goes back through a graph that was freed with an earlier micro-batch or step: a tensor with a graph "
-        "is kept outside of the loss from one call to the next, such as a hidden state; expected that each call begins "
-        "with what is in its batch. Give the state as data, batch['state'] = state, a row for each sample; let the "
-        "loss return the new one as a metric, return loss, {'state': new}; and take it over once after the step: "
-        "state = out.metrics['state']"
+        "the loss backpropagates through a graph that was freed with an earlier micro-batch or step: a tensor with "
+        "a graph, such as a hidden state, is kept outside the loss between calls; expected each call to start from "
+        "what is in its batch. Pass the state as data, batch['state'] = state, a row for each sample; let the loss "
+        "return the new one as a metric, return loss, {'state': new}; and carry it over once after the step: state "
+        "= out.metrics['state']"
     )
 
 
@@ -288,15 +288,15 @@ def _no_gradient(name: str) -> LossError:
     return LossError(
         f"the loss {name!r} has no gradient, so there is nothing to differentiate; expected a loss that depends on "
         "parameters with requires_grad. Look for detach(), .item(), torch.no_grad() or a frozen model, and return "
-        "what is only to be looked at as a metric",
+        "values that are only logged as a metric",
         name=name,
     )
 
 
 def _several_unknown_counts(name: str) -> LossError:
     return LossError(
-        f"the loss {name!r} is one of several, and their Means have counts that only the forward knows, so the "
-        "weights of the micro-batches are not known in time; pass count='forward' (one more pass without gradient), or "
-        f"count={{{name!r}: ..., ...}} with a count for each loss",
+        f"the loss {name!r} is one of several, and their Means have counts that only the forward pass knows, so "
+        "the weights of the micro-batches are not known in time; pass count='forward' (one more pass without "
+        f"gradients), or count={{{name!r}: ..., ...}} with a count for each loss",
         name=name,
     )

@@ -192,9 +192,9 @@ def _refuse_totals(result: Mapping[Any, Any]) -> None:
         wanted = [other for key, other in nodes.items() if key != name and other is not None]
         if wanted and node is not None and set(wanted) <= _summed(node):
             raise LossError(
-                f"the loss function returned {str(name)!r} and the losses that it is made of, which would count twice; "
-                "expected either: return the parts alone, or return "
-                f"result[{name!r}], {{'part': anybatch.Mean(part.detach(), 1), ...}}",
+                f"the loss function returned {str(name)!r} together with the losses it is made of, which would "
+                f"count twice; expected either: return the parts alone, or return result[{name!r}], {{'part': "
+                "anybatch.Mean(part.detach(), 1), ...}",
                 name=str(name),
             )
 

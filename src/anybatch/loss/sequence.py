@@ -426,8 +426,8 @@ class _Sequences:
         found = flat(state)
         if len(found) != len(gradients):
             raise LossError(
-                f"a state of chunk_loss has {len(found)} leaves, the same one of the first pass had {len(gradients)}; "
-                "expected a function that does the same when it runs again"
+                f"a state of chunk_loss has {len(found)} leaves, the same one of the first pass had "
+                f"{len(gradients)}; expected a function that does the same when run again"
             )
         return [
             (leaf, gradient)
@@ -441,10 +441,10 @@ class _Sequences:
         if len(found) != len(before) or not all(map(is_near, found, before)):
             start, stop = self._chunks.bounds[index]
             raise LossError(
-                f"chunk_loss gives another state for the steps {start} to {stop - 1} when it runs again; expected that "
-                "it depends on the model, the chunk, the state and the global random state only. Look for a state that "
-                "is kept on a module and for generators of your own, and hand on in the state what a chunk needs of "
-                "the one before"
+                f"chunk_loss gives a different state for the steps {start} to {stop - 1} when it runs again; "
+                "expected it to depend only on the model, the chunk, the state and the global random state. Look "
+                "for state kept on a module and for generators of your own, and pass on in the state what a chunk "
+                "needs from the previous one"
             )
 
     def affordable_length(self) -> int:

@@ -72,8 +72,8 @@ class Steps:
             sizes = leaf.batch_sizes.tolist()
             if self._sizes not in (None, sizes) or (self._first is not None and self._sizes is None):
                 raise BatchError(
-                    f"{label} is packed with other lengths than the sequences before it; expected the same lengths for "
-                    "all",
+                    f"{label} is packed with different lengths than the sequences before it; expected the same "
+                    "lengths for all",
                     path=label,
                 )
             self._sizes, self.order = sizes, leaf.sorted_indices
@@ -82,8 +82,8 @@ class Steps:
             self._note(label, leaf, leaf.shape[self._dim])
             if self._sizes is not None:
                 raise BatchError(
-                    f"{label} is a tensor of shape {tuple(leaf.shape)} beside PackedSequences; expected that it is "
-                    "packed, too, or that OverTime(broadcast=...) names it",
+                    f"{label} is a tensor of shape {tuple(leaf.shape)} beside PackedSequences; expected it to be "
+                    "packed, too, or named in OverTime(broadcast=...)",
                     path=label,
                 )
 
@@ -91,8 +91,8 @@ class Steps:
         other, total = self._first = self._first or (label, steps)
         if total != steps:
             raise BatchError(
-                f"{label} has {steps} steps along dimension {self._dim}, {other} has {total}; expected the same for "
-                "all sequences. Name what is no sequence in OverTime(broadcast=...)",
+                f"{label} has {steps} steps along dimension {self._dim}, {other} has {total}; expected the same "
+                "for all sequences. Name anything that is not a sequence in OverTime(broadcast=...)",
                 path=label,
             )
         self._sequences.add(id(leaf))
@@ -165,8 +165,8 @@ class Chunks:
         if count is count_samples or count == FORWARD:
             if is_weighed and self.is_packed:
                 raise CountError(
-                    "a plain loss over packed sequences is the mean over their steps, of which micro-batches and the "
-                    "batches of a window have different numbers; expected anybatch.Mean(total, number of steps), or "
+                    "a plain loss over packed sequences is the mean over their steps, whose number differs between "
+                    "micro-batches and batches of a window; expected anybatch.Mean(total, number of steps), or "
                     "count= with a function that counts the steps"
                 )
             return [items / sum(self.items) for items in self.items]
@@ -195,7 +195,7 @@ def checked_state(state: Any, where: str) -> Any:
     elif type(wrong[0]).__module__ == "numpy":
         hint = "make it a tensor"
     elif isinstance(wrong[0], torch.Generator):
-        hint = "draw from the global random state, which is put back for the second pass"
+        hint = "draw from the global random state, which is restored for the second pass"
     raise LossError(
         f"{label} of {where} is a {type(wrong[0]).__name__}; expected tensors and plain values in nested containers: "
         + hint
@@ -300,8 +300,8 @@ class RowDims:
         if leaf.dim() == 3 and any(_is_state_of(module, leaf) for module in self._recurrent):
             return 1
         raise BatchError(
-            f"{label} has the shape {tuple(leaf.shape)}, and dimension 0 or dimension 1 may be that of the "
-            f"{rows} sequences; expected OverTime(state_dim=0), or state_dim=1 for [layers, rows, ...]",
+            f"{label} has the shape {tuple(leaf.shape)}, and the {rows} sequences may be in dimension 0 or "
+            "dimension 1; expected OverTime(state_dim=0), or state_dim=1 for [layers, rows, ...]",
             path=label,
         )
 
@@ -350,8 +350,8 @@ class Carried(NamedTuple):
         """
         if rows != self.rows:
             raise BatchError(
-                f"the batch has {rows} sequences, the state that is carried to it {self.rows}; expected the same "
-                "streams in every batch. Call reset() where other streams begin, and leave out a last smaller batch "
+                f"the batch has {rows} sequences, the state carried to it {self.rows}; expected the same streams "
+                "in every batch. Call reset() where new streams begin, and drop a smaller last batch "
                 "(drop_last=True)"
             )
         found = [(first, end, state) for first, end, state in self.parts if first < stop and start < end]
@@ -383,8 +383,8 @@ def _check_rest(states: Sequence[Any], dims: Dims) -> None:
         is_tensor = isinstance(first, torch.Tensor)
         if dim is None and not all(torch.equal(first, one) if is_tensor else first == one for one in others):
             raise BatchError(
-                "the carried states of two micro-batches differ in what has no rows, and the next batch is split in "
-                "another way; expected one row a sequence, or the same value for all sequences"
+                "the carried states of two micro-batches differ in values without rows, and the next batch is "
+                "split differently; expected one row per sequence, or the same value for all sequences"
             )
 
 
@@ -424,20 +424,20 @@ class ChunkCall:
                 result = self._evaluated(result, looks=looks) if wants_loss else None
         if given.were_made:
             raise LossError(
-                "chunk_loss changes the state that it is given in place (such as state.mul_() or state[...] = x), so "
-                "that the chunk can't run again; expected a new state: clone it first"
+                "chunk_loss modifies its input state in place (such as state.mul_() or state[...] = x), so the "
+                "chunk can't run again; expected a new state: clone it first"
             )
         if batch.were_made:
             raise LossError(
-                "chunk_loss wrote to a tensor of the batch in place, so that the chunk would be another one when it "
-                "runs again; use the operation that does not write in place, or clone the tensor first"
+                "chunk_loss wrote to a tensor of the batch in place, so the chunk would differ when it runs again; "
+                "use the out-of-place operation, or clone the tensor first"
             )
         if isinstance(result, (GeneratorType, tuple)):
             kind = "generator" if isinstance(result, GeneratorType) else "tuple"
             raise LossError(
-                f"the loss of chunk_loss is a {kind}; expected a loss, a Mean, a mapping of names to either, None, or "
-                "a function without arguments that gives one of these. Metrics stand behind the state: (loss, state, "
-                "metrics)"
+                f"the loss of chunk_loss is a {kind}; expected a loss, a Mean, a mapping of names to either, None, "
+                "or a function without arguments that returns one of these. Metrics come after the state: (loss, "
+                "state, metrics)"
             )
         return Called(result, checked_state(new, "chunk_loss"), metrics)
 
@@ -451,9 +451,9 @@ class ChunkCall:
             self.draws = has_drawn
         elif has_drawn and not self.draws:
             raise LossError(
-                "the loss of chunk_loss is a function that draws random numbers in some chunks and not in the first; "
-                "expected the loss itself in the place of the function, so that they are drawn in the order of the "
-                "chunks"
+                "the loss of chunk_loss is a function that draws random numbers in some chunks and not in the "
+                "first; expected the loss itself instead of the function, so that they are drawn in the order of "
+                "the chunks"
             )
         return result
 
@@ -484,8 +484,8 @@ def _checked_parts(found: Any, before: Sequence[torch.Tensor]) -> tuple[Any, Any
         raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
     if before and not tensors_of(new):  # an RNN would start every chunk from ``None``
         raise LossError(
-            f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk begins "
-            "with: return (loss, state)"
+            f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk "
+            "starts from: return (loss, state)"
         )
     return result, new, metrics
 
@@ -493,10 +493,9 @@ def _checked_parts(found: Any, before: Sequence[torch.Tensor]) -> tuple[Any, Any
 def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:
     kind = type(module).__name__
     raise NotSplittable(
-        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would start again at "
-        "the end of every chunk and never see what follows. Choose one:\n"
-        "  - run it on all steps before they are cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, "
-        "'x': model.rnn(batch['x'])[0]});\n"
-        f"  - a {kind} in one direction only (another model).",
+        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would restart at "
+        "the end of every chunk and never see what follows. Choose one:\n  - run it on all steps before they are "
+        "cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, 'x': model.rnn(batch['x'])[0]});\n  "
+        f"- a {kind} in one direction only (a different model).",
         modules=[kind],
     )

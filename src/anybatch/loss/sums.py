@@ -22,7 +22,7 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
                 raise LossError(
                     f"the metric {name!r} is {kinds.get(name, 'missing')} in a micro-batch and "
                     f"{usual.get(name, 'missing')} in the one before; expected the same metrics each time: a Mean "
-                    "over no items is Mean(0, 0), rows of unlike length are padded or given as a Mean",
+                    "over no items is Mean(0, 0); pad rows of different lengths or return a Mean",
                     name=name,
                 )
     return checked
@@ -40,8 +40,9 @@ def _checked(name: str, value: Any, rows: int | None) -> Any:
             f"Mean of {value.total!r:.60} over {value.count!r:.60}" if isinstance(value, Mean) else type(value).__name__
         )
     raise LossError(
-        f"the metric {name!r} is a {kind}, which can't be joined over micro-batches; expected a Mean of two numbers, "
-        f"such as anybatch.Mean(correct.sum(), count), or a tensor with one row for each of the {rows} samples",
+        f"the metric {name!r} is a {kind}, which can't be combined over micro-batches; expected a Mean of two "
+        f"numbers, such as anybatch.Mean(correct.sum(), count), or a tensor with one row for each of the {rows} "
+        "samples",
         name=name,
     )
 

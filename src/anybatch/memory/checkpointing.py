@@ -71,7 +71,7 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         >>> model[0].weight.grad.shape
         torch.Size([3, 3])
     """
-    advice = "Leave the block out of recompute, or change the state after the backward"
+    advice = "Leave the block out of recompute, or change the state after the backward pass"
     return Handle(
         place.put_on(Checkpoint(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice))
         for place in places_of(model, names)
@@ -104,7 +104,7 @@ class Checkpoint:
         *,
         devices: Iterable[torch.device] = (),
         title: str = "",
-        advice: str = "Change it after the backward",
+        advice: str = "Change it after the backward pass",
     ) -> None:
         self.name, self.title, self.advice = name, title or name, advice
         self._parameters: list[dict[str, Any]] = [module._parameters for module in modules if module._parameters]
@@ -146,8 +146,8 @@ class Checkpoint:
         """
         if self.is_lazy:
             raise NotRecomputable(
-                f"{self.title} can't be recomputed: it has lazy parameters, which its first forward makes; expected "
-                "that they exist: call the model once under torch.no_grad() before",
+                f"{self.title} can't be recomputed: it has lazy parameters, which its first forward pass creates; "
+                "expected them to exist: call the model once under torch.no_grad() before",
                 block=self.name,
             )
         surroundings, state = Surroundings({*self.devices, *devices}), State(self)
@@ -180,7 +180,8 @@ class Checkpoint:
     def changed(self, what: str) -> NotRecomputable:
         """The error that says what the second forward would not find as it was."""
         return NotRecomputable(
-            f"{self.title} can't be recomputed, because {what}; expected that nothing it reads changes. {self.advice}",
+            f"{self.title} can't be recomputed, because {what}; expected nothing that it reads to change. "
+            f"{self.advice}",
             block=self.name,
         )
 
@@ -251,9 +252,8 @@ class _Call:
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 raise NotRecomputable(
-                    f"an argument of {self._what.title} was changed in place by it or after it, so that it can't be "
-                    "recomputed; expected arguments that stay as they are. Leave it out of recompute, or give it a "
-                    "clone",
+                    f"an argument of {self._what.title} was changed in place by it or after it, so it can't be "
+                    "recomputed; expected unmodified arguments. Leave it out of recompute, or give it a clone",
                     block=self._what.name,
                 ) from error
             raise
@@ -302,7 +302,7 @@ class State:
                 self._before[place] = copy
         self._copies = {}
         self._buffers = {place: found for place, found in now.items() if place not in self._before}
-        self._refuse_changed_parameters("by the forward itself")
+        self._refuse_changed_parameters("by the forward pass itself")
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -310,11 +310,11 @@ class State:
 
         The buffers themselves are not written to: others may have saved them for their own backward.
         """
-        self._refuse_changed_parameters("or replaced between the forward and the backward")
+        self._refuse_changed_parameters("or replaced between the forward and backward pass")
         homes, made, now = self._what._buffers, dict[int, torch.Tensor](), _seen(self._what._buffers)
         for (index, name), before in self._buffers.items():
             if not _is_as(now.get((index, name)), before):
-                raise self._what.changed(f"the buffer {name!r} was changed between the forward and the backward")
+                raise self._what.changed(f"the buffer {name!r} was changed between the forward and backward pass")
         swapped = [(homes[index], name, homes[index].get(name)) for index, name in self._before]
         try:
             for (index, name), copy in self._before.items():
@@ -471,9 +471,9 @@ def differences_named() -> Iterator[None]:
 
 def _differs(title: str, name: str, how: str) -> NotRecomputable:
     return NotRecomputable(
-        f"{title} does not compute the same when it is recomputed: {how}. Expected a forward that depends on its "
-        "arguments, parameters, buffers and random state only. A cache, a counter or a list that it changes is the "
-        "usual reason; leave it out of recompute",
+        f"{title} does not compute the same when it is recomputed: {how}. Expected a forward pass that depends "
+        "only on its arguments, parameters, buffers and random state. The usual reason is a cache, counter or "
+        "list that it changes; leave it out of recompute",
         block=name,
     )
 
@@ -482,8 +482,8 @@ def why_hidden(found: torch.nn.RNNBase) -> str:
     """The message on why a recurrent module can't run again, and what to use instead."""
     return (
         f"{type(found).__name__}(num_layers={found.num_layers}, dropout={found.dropout}) on CUDA: cuDNN draws the "
-        "dropout between its layers from a separate state that can't be restored, so a second "
-        "forward would draw other masks. Use layers of their own with torch.nn.Dropout between them, or "
+        "dropout between its layers from a separate state that can't be restored, so a second forward pass would "
+        "draw different masks. Use separate layers with torch.nn.Dropout between them, or "
         "torch.backends.cudnn.enabled = False (slower)"
     )
 

@@ -174,8 +174,8 @@ def refuse_second_derivative() -> None:
     """Refuses ``create_graph=True``: the second derivative would be incomplete."""
     if torch.is_grad_enabled():
         raise AnyBatchError(
-            "a loss in chunks was differentiated with create_graph=True, and it has no second derivative; expected "
-            "first derivatives only. Leave chunk_loss out"
+            "a loss in chunks was differentiated with create_graph=True, which gives no second derivatives; "
+            "expected first derivatives only. Leave chunk_loss out"
         )
 
 
@@ -201,8 +201,8 @@ class _Chunked(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise AnyBatchError(
-                "a loss in chunks was differentiated twice; its gradient is computed together with it and given away "
-                "once. Leave chunk_loss out, or compute the loss again"
+                "a loss in chunks was differentiated twice; its gradient is computed together with it and can be "
+                "used only once. Leave chunk_loss out, or compute the loss again"
             )
         return None, *(None if one is None else one.mul_(gradient) for one in gradients)
 

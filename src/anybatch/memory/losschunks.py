@@ -160,9 +160,9 @@ class Product:
         """Refuses what would be another result than at the time of the call."""
         if self._now() != self._versions:
             raise AnyBatchError(
-                "the logits of a head with chunk_loss were used for the first time after the head's weight or input "
-                "had changed, so that they can't be computed as they were; expected that they are used before. Use "
-                "them before the update, or leave chunk_loss out"
+                "the logits of a head with chunk_loss were used for the first time after the head's weight or "
+                "input had changed, so they can't be computed with the old values; expected them to be used "
+                "before. Use them before the update, or leave chunk_loss out"
             )
 
     def result(self) -> torch.Tensor:
@@ -298,8 +298,8 @@ def _refuse_lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     for one in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
         if isinstance(one, LazyLogits) and one.product.is_taken:
             raise AnyBatchError(
-                "the gradient of logits was asked for after their loss had been computed in chunks, which never has "
-                "the logits as a whole; expected that only parameters and inputs are asked for. Leave chunk_loss out"
+                "the gradient of logits was asked for after their loss had been computed in chunks, which never "
+                "materialises the logits; expected gradients of parameters and inputs only. Leave chunk_loss out"
             )
 
 

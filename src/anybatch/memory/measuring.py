@@ -95,8 +95,8 @@ def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer= got {type(one).__name__}, expected a torch.optim.Optimizer or a list of them; what only "
-                "looks like an optimizer is not notified of steps, so leave it out, and its state counts as other bytes"
+                f"optimizer= got {type(one).__name__}, expected a torch.optim.Optimizer or a list of them; other "
+                "classes have no step hooks, so leave it out, and its state counts as other bytes"
             )
     return given
 

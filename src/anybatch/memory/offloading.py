@@ -324,7 +324,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _changed() -> RuntimeError:
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation (seen when an "
-        "offloaded block was differentiated); expected that what a block saved stays as it is. Use the version of the "
-        "operation that does not write in place"
+        "one of the variables needed for gradient computation has been modified by an inplace operation (seen when "
+        "an offloaded block was differentiated); expected tensors saved by a block to stay unchanged. Use the "
+        "out-of-place version of the operation"
     )

@@ -188,7 +188,9 @@ def places_of(model: torch.nn.Module, names: Iterable[str]) -> list[Place]:
 
 def _place(model: torch.nn.Module, name: str) -> Place:
     if not isinstance(name, str):
-        raise BatchError(f"the name of a block is a {type(name).__name__}; expected a text such as 'encoder.layers.3'")
+        raise BatchError(
+            f"the name of a block is a {type(name).__name__}; expected a string such as 'encoder.layers.3'"
+        )
     run = _RUN.fullmatch(name)
     if run is None:
         module = _module(model, name)

@@ -28,8 +28,8 @@ _WRAPPERS = {
     ),
     "FullyShardedDataParallel": "it is for one device a process; leave devices= out",
     "FSDPModule": "it is for one device a process; leave devices= out",
-    "OptimizedModule": "what was compiled works on one device only; pass the model before torch.compile",
-    "ScriptModule": "what was scripted can't be copied around its own tensors; pass the model before torch.jit",
+    "OptimizedModule": "a compiled model works on one device only; pass the model before torch.compile",
+    "ScriptModule": "a scripted model can't be copied without its tensors; pass the model before torch.jit",
 }
 
 
@@ -52,7 +52,8 @@ def check_copyable(models: Iterable[Any], home: torch.device) -> None:
         for name, tensor in _tensors_of(module):
             if torch.nn.parameter.is_lazy(tensor):
                 raise BatchError(
-                    f"{name} of a {type(module).__name__} is made by the first forward; run one before devices= is used"
+                    f"{name} of a {type(module).__name__} is created by the first forward pass; run one before "
+                    "devices= is used"
                 )
             if tensor.device != home:
                 raise BatchError(
@@ -326,7 +327,7 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
         raise BatchError("devices is empty; expected at least one, or leave it out for the device of the model")
     twice = [one for one in found if one.type != "cpu" and found.count(one) > 1]
     if twice:
-        raise BatchError(f"devices has {twice[0]} twice; expected each once, since its memory is there once")
+        raise BatchError(f"devices has {twice[0]} twice; expected each device once")
     first = next(iter(model.parameters()), None)
     home = torch.device("cpu") if first is None else first.device
     if home not in found:
@@ -338,9 +339,9 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
         return None
     if isinstance(loss_fn, (Coupled, InPieces)):
         raise BatchError(
-            f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one device: "
-            "it needs their outputs together, or splits the backward itself; leave devices= out, or start one "
-            "process a device with torchrun"
+            f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one "
+            "device: it needs their outputs together, or splits the backward pass itself; leave devices= out, or "
+            "start one process per device with torchrun"
         )
     order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
     placements = [Placement(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
@@ -372,8 +373,8 @@ def _device_of(value: Any) -> torch.device:
         device = torch.device(device.type, module.current_device())
     if device.index >= module.device_count():
         raise BatchError(
-            f"devices has {str(device)!r}, and torch finds {module.device_count()} of {device.type} here; they are "
-            "counted from 0"
+            f"devices has {str(device)!r}, and torch finds {module.device_count()} of {device.type} here, numbered "
+            "from 0"
         )
     return device
 

@@ -112,9 +112,10 @@ class ShardedRanks(Ranks):
         if self.keeps_step and low is not None and max(parts) > ACCUMULATED_AFTER:
             self._messages.is_open = False
             raise BatchError(
-                f"parameters of {low.dtype} lie on several ranks, and a rank has {max(parts)} micro-batches, whose "
-                f"reduced gradients would be added up in {low.dtype}; use fully_shard with parameters of float32 and "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=...), or model.set_reshard_after_forward(False)"
+                f"parameters of {low.dtype} are sharded over ranks, and a rank has {max(parts)} micro-batches, "
+                f"whose reduced gradients would be added up in {low.dtype}; use fully_shard with parameters of "
+                "float32 and mp_policy=MixedPrecisionPolicy(param_dtype=...), or "
+                "model.set_reshard_after_forward(False)"
             )
         return weights
 
@@ -174,8 +175,8 @@ class ShardedRanks(Ranks):
         for unit in self._units:
             if not hasattr(unit.module, name):
                 raise self._refused(
-                    f"fully_shard of this torch ({torch.__version__}) has no {name}, without which parameters that are "
-                    "released after each forward can't be trained here; apply fully_shard with "
+                    f"fully_shard of this torch ({torch.__version__}) has no {name}, without which parameters that "
+                    "are resharded after each forward pass can't be trained here; apply fully_shard with "
                     "reshard_after_forward=False, or update torch"
                 )
             getattr(unit.module, name)(value, **options)
@@ -381,12 +382,12 @@ def _check(model: torch.nn.Module, group: Any) -> None:
             )
         if dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(group):
             raise AnyBatchError(
-                f"{name} is sharded over other ranks than those of the group; expected a mesh of all ranks that take "
-                "the gradient together, or group= with the ranks of the mesh"
+                f"{name} is sharded over different ranks than those of the group; expected a mesh of all ranks "
+                "that share the gradient, or group= with the ranks of the mesh"
             )
         if local_of(parameter).device.type != mesh.device_type:
             raise AnyBatchError(
-                f"{name} is sharded with CPUOffloadPolicy; expected parts that lie on the {mesh.device_type}: leave "
+                f"{name} is sharded with CPUOffloadPolicy; expected shards on the {mesh.device_type}: leave "
                 "offload_policy out"
             )
 

@@ -86,15 +86,15 @@ class Messages:
                 self.is_open = False
                 raise NotSplittable(f"rank {rank}: {one['text']}", modules=one["not_splittable"])
             raise self._given_up(
-                f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
-                "step up too, and changed nothing. Fix what failed there"
+                f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, "
+                "abandoned the step too, and changed nothing. Fix what failed there"
             )
         verbs = [one["verb"] for one in heard]
         if len(set(verbs)) > 1:
             rank = next(rank for rank, verb in enumerate(verbs) if verb != verbs[0])
             raise self._given_up(
-                f"rank 0 runs {verbs[0]}, rank {rank} runs {verbs[rank]}; expected that all ranks call the same, a "
-                "rank without samples with an empty batch"
+                f"rank 0 runs {verbs[0]}, rank {rank} runs {verbs[rank]}; expected all ranks to call the same, "
+                "ranks without samples with an empty batch"
             )
         short = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "out of memory"]
         if short:
@@ -152,8 +152,8 @@ class Messages:
     def lost(self, error: BaseException) -> RankError:
         """The error for a rank that does not answer."""
         return self._given_up(
-            f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not come "
-            "within the timeout of the process group; look at its output, and start all ranks again"
+            f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not "
+            "respond within the timeout of the process group; look at its output, and restart all ranks"
         )
 
 

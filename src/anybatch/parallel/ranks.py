@@ -71,20 +71,21 @@ def check_model(model: torch.nn.Module) -> None:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:
             raise AnyBatchError(
-                f"{type(module).__name__} is sharded by FSDP1 (FullyShardedDataParallel), which communicates within "
-                "every forward in a way that can't be taken in hand; use FSDP2, torch.distributed.fsdp.fully_shard"
+                f"{type(module).__name__} is sharded by FSDP1 (FullyShardedDataParallel), which communicates "
+                "within every forward pass in a way that can't be controlled; use FSDP2, "
+                "torch.distributed.fsdp.fully_shard"
             )
         if isinstance(module, DistributedDataParallel) and getattr(module, "static_graph", False):
             raise AnyBatchError(
-                "DistributedDataParallel(static_graph=True) counts on a reduction in its first backward, and fails "
-                "later if the first step accumulates; leave static_graph out, which anybatch has no use for, since it "
-                "sums gradients itself, once a step"
+                "DistributedDataParallel(static_graph=True) relies on a reduction in its first backward pass, and "
+                "fails later if the first step accumulates; leave static_graph out; anybatch does not need it, "
+                "since it reduces gradients itself, once per step"
             )
     is_by_fsdp = any(is_fully_sharded(module) for module in modules_of(model))
     if not is_by_fsdp and any(is_sharded(parameter) for parameter in model.parameters()):
         raise AnyBatchError(
-            "a parameter is a DTensor, which lies on several ranks, and fully_shard did not make it; this version "
-            "works with DistributedDataParallel, fully_shard, and plain modules that are equal on all ranks"
+            "a parameter is a DTensor that was not created by fully_shard; this version works with "
+            "DistributedDataParallel, fully_shard, and plain modules that are equal on all ranks"
         )
 
 
@@ -197,8 +198,8 @@ class Ranks(Apart):
             if len(set(values)) > 1:
                 what = "parameters to train" if field == "parameters" else "updates so far"
                 raise self._refused(
-                    f"the ranks have {values} {what}; expected as many on each. Build the same model and optimizer "
-                    "everywhere, freeze the same parameters, and load the same checkpoint"
+                    f"the ranks have {values} {what}; expected the same on each. Build the same model and "
+                    "optimizer everywhere, freeze the same parameters, and load the same checkpoint"
                 )
         if len({one["settings"] for one in heard}) > 1:
             raise self._refused(self._unlike_settings())
@@ -233,9 +234,9 @@ class Ranks(Apart):
             texts.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
         more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
         return (
-            f"the ranks make the update with different settings: {'; '.join(texts[:5])}{more}. Expected the same on "
-            "all ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze "
-            "the same parameters, and step schedulers on every rank"
+            f"the ranks make the update with different settings: {'; '.join(texts[:5])}{more}. Expected the same "
+            "on all ranks, since their weights would diverge; nothing was changed. Give all ranks the same "
+            "numbers, freeze the same parameters, and step schedulers on every rank"
         )
 
     def _unlike(self, mine: list[str], what: str) -> str:
@@ -244,14 +245,14 @@ class Ranks(Apart):
         shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         if what == "gradients":
             return (
-                f"the ranks begin with different gradients of {shown}; backward() adds the gradient of all ranks "
-                "to .grad, which would then be of some batches of this rank only. Call optimizer.zero_grad() first, or "
-                "let anybatch.backward take every gradient of the step"
+                f"the ranks start with different gradients of {shown}; backward() adds the gradient of all ranks "
+                "to .grad, which would then include batches of this rank only. Call optimizer.zero_grad() first, "
+                "or let anybatch.backward take every gradient of the step"
             )
         return (
             f"the ranks have different values of {shown}; expected the same model on each: build it from the same "
-            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 "
-            "to all. With group=False each rank trains a model of its own"
+            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of "
+            "rank 0 to all. With group=False each rank trains its own model"
         )
 
     def _refused(self, text: str) -> AnyBatchError:
@@ -374,8 +375,8 @@ def _of_parts(model: torch.nn.Module, group: Any, device: torch.device) -> Reduc
 def _check_gradients(parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None) -> None:
     if outside is not None and outside.found:
         raise LossError(
-            f"the loss reaches {len(outside.found)} leaves that are no parameters of the model, so the ranks can't "
-            "know which of theirs belong together; make them parameters of the model, or name them with inputs="
+            f"the loss reaches {len(outside.found)} leaves that are not parameters of the model, so the ranks "
+            "can't match them with each other; make them parameters of the model, or name them with inputs="
         )
     if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
         raise BatchError("a gradient is sparse, which is not summed over ranks; build the embedding with sparse=False")
@@ -453,9 +454,9 @@ def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, tuple[torch.dtype, 
         texts = ["none" if differs >= len(o) else _worded(o[differs]) for o in (expected, outputs)]
         raise LossError(
             f"encode gave for output {differs} on rank {rank} {texts[0]}, on rank {other} {texts[1]}; expected the "
-            "same containers, dtypes and shapes of a row on all ranks, and the same value of what is no tensor, so "
-            "that the loss sees the samples of all of them. Pad to one shape in encode, or let each rank's loss see "
-            "its own samples: Coupled(..., gather=False)"
+            "same containers, dtypes and row shapes on all ranks, and the same values of anything that is not a "
+            "tensor, so that the loss sees the samples of all ranks. Pad to one shape in encode, or let each "
+            "rank's loss see its own samples: Coupled(..., gather=False)"
         )
     return {
         position: (_DTYPES[kind[0]], kind[1])

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _LEAST = 1024  # bytes of a budget; what is less was meant in another unit
 _COUNT = "the count= of the whole batch"
 _IN_CHUNKS = "A loss in chunks of time, anybatch.OverTime(chunk_loss, state), has the activations of one chunk only. "
-_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help, and were not tried"
-_LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader,"
+_SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat16 may help; none of these was tried"
+_LIGHTER = "a count= that allocates fewer tensors, or counting in the loader,"
 
 
 def binding_of(peak: Peak, hint: str, floor_size: float | None) -> str:
@@ -72,7 +72,7 @@ class Room:
     def refusal(self, text: str, needed: int, modules: Sequence[str] = ()) -> DoesNotFit:
         """The error for a budget that nothing fits in."""
         whole = self.budget + self.beside
-        unit = f' (a number without a unit is one of bytes; is "{whole}GiB" meant?)' if whole < _LEAST else ""
+        unit = f' (a number without a unit is in bytes; did you mean "{whole}GiB"?)' if whole < _LEAST else ""
         return DoesNotFit(
             f"nothing fits into {format_bytes(whole)}{unit}{text}", needed=needed, budget=whole, modules=modules
         )
@@ -100,10 +100,11 @@ def does_not_fit(
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(at_peak.items(), key=lambda i: -i[1]) if n)
     return room.refusal(
         f"{f' ({format_bytes(free)} of it is kept free)' if free > 0 else ''}: the smallest configuration "
-        f"({smallest.optimizations or 'no memory optimization'}, micro-batches of {smallest.micro_batch_size:g}) needs "
-        f"{format_bytes(takes)}{reserves}{'' if needed == takes else f', so give {format_bytes(needed)} at least'}. At "
-        f"its peak: {listed}. The blocks that hold most: "
-        f"{held or 'none were found, since there are none or they run more than once in a loss'}. {remedy}",
+        f"({smallest.optimizations or 'no memory optimization'}, micro-batches of {smallest.micro_batch_size:g}) "
+        "needs "
+        f"{format_bytes(takes)}{reserves}{'' if needed == takes else f', so give at least {format_bytes(needed)}'}. "
+        f"At its peak: {listed}. The blocks that hold most: "
+        f"{held or 'none were found: there are none, or they run more than once per loss'}. {remedy}",
         needed, [share.name for share in holders],
     )  # fmt: skip
 
@@ -116,11 +117,11 @@ def stopped(reached: int, enough: int | None, room: Room, remedies: Callable[[in
     """
     needed = enough or room.needed(reached)
     known = "" if enough else (
-        " at least, and may need more; a plan for a larger budget says how much (plan.smallest_bytes)"
+        " at least, possibly more; a plan for a larger budget says how much (plan.smallest_bytes)"
     )  # fmt: skip
     return room.refusal(
-        f": the step can't be traced without running it, and the smallest micro-batch, with all that may be "
-        f"recomputed, was stopped where it would have gone over that. It needs {format_bytes(needed)}{known}. "
+        ": the step can't be traced without running it, and the smallest micro-batch, with everything allowed "
+        f"recomputed, was stopped before it exceeded that. It needs {format_bytes(needed)}{known}. "
         f"{hint}{' ' if hint else ''}{remedies(needed)}",
         needed,
     )
@@ -164,10 +165,10 @@ def what_helps(
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
         except (AnyBatchError, RuntimeError, TypeError, ValueError) as error:  # it can't be done with this step
-            logger.info("%s was not tried to its end (%s: %.100s)", way.text, type(error).__name__, error)
+            logger.info("%s was not tried to the end (%s: %.100s)", way.text, type(error).__name__, error)
     fits = [f"{text} needs {format_bytes(size)}" for size, text in tried if size <= budget]
     helps = [f"{text} needs {format_bytes(size)}" for size, text in sorted(tried) if budget < size < needed]
-    more = f". Not planned, for time: {'; '.join(late)}" if late else ""
+    more = f". Not planned, for lack of time: {'; '.join(late)}" if late else ""
     if fits:
         return " ".join([*reasons, f"These were planned, and fit: {'; '.join(fits)}{more}"])
     also = f"; of what was planned, these need less, but none fits alone: {'; '.join(helps)}" if helps else ""
@@ -181,7 +182,7 @@ def why_whole(subject: Subject) -> str:
     """Why a batch is not split; empty if it may be."""
     modules = coupling_modules(*subject.roots)
     if subject.splittable.obstacle is not None:
-        return f"The batch is not cut, since it can't be: {subject.splittable.obstacle}."
+        return f"The batch can't be split: {subject.splittable.obstacle}."
     if subject.splittable.rows == 1:
         return "The batch is one sample, which is not split."
     if subject.is_coupled:

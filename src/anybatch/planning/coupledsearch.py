@@ -218,7 +218,7 @@ class CoupledSearch(Search):
         activations, block = peak.by_category.get(ACTIVATIONS), self._coupled.row_block
         held = "" if activations is None else f", with {format_bytes(activations)} of activations"
         if block is None:
-            return f" The loss sees all samples{held}; Coupled(row_block=...) computes it for some rows at a time."
+            return f" The loss sees all samples{held}; Coupled(row_block=...) computes it in blocks of rows."
         return f" The loss takes {block} rows at a time{held}; a smaller row_block helps."
 
 

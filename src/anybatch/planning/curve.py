@@ -180,7 +180,7 @@ def _check_aligned(traces: Sequence[tuple[Size, PassTrace]]) -> None:
         if other.operations != first.operations:
             raise NotAligned(_difference(size, first.operations, other_size, other.operations))
         if [(a.born, a.died, a.back) for a in other.allocations] != shape or other.accumulated != first.accumulated:
-            raise NotAligned(f"{size} and {other_size} keep other tensors")
+            raise NotAligned(f"{size} and {other_size} keep different tensors")
 
 
 def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequence[str]) -> str:

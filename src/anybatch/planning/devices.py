@@ -193,6 +193,6 @@ def usable_bytes(
 @functools.cache  # once in a process, and not for each plan that is compared
 def _tell_margin(percent: int) -> None:
     logger.info(
-        "%d %% of the budget is kept free for what the allocator reserves; less is, if "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", percent,
+        "%d %% of the budget is kept free for what the allocator reserves; less with "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True set before CUDA is used", percent,
     )  # fmt: skip

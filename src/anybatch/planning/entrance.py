@@ -186,8 +186,9 @@ def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if is_lazy(tensor):
                 raise LossError(
-                    f"{name} of {type(root).__name__} is lazy and has no shape yet, so that its bytes are not known; "
-                    "expected a model that ran. Call it once with a few samples, then make the optimizer, and plan"
+                    f"{name} of {type(root).__name__} is lazy and has no shape yet, so its size is unknown; "
+                    "expected a model that has run. Call it once with a few samples, then build the optimizer, "
+                    "and plan"
                 )
 
 
@@ -195,7 +196,7 @@ def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:
     """Refuses a plan for a ``Coupled`` loss over the samples of other processes, whose memory is not known here."""
     if isinstance(loss_fn, Coupled) and loss_fn.joins(reducer):
         raise BatchError(
-            "memory= or plan= was given with Coupled over several ranks; the loss sees the samples of all ranks, whose "
-            "memory a plan of one rank does not know. Pass micro_batch_size=, or let each rank's loss see its own "
-            "samples: Coupled(..., gather=False)"
+            "memory= or plan= was given with Coupled over several ranks; the loss sees the samples of all ranks, "
+            "whose memory a plan for one rank can't account for. Pass micro_batch_size=, or let each rank's loss "
+            "see its own samples: Coupled(..., gather=False)"
         )

@@ -118,10 +118,10 @@ def _of_images(name: str) -> nn.Module | None:
 def _nowhere(name: str) -> str:
     missing = [one for one in ("transformers", "timm", "torchvision") if find_spec(one) is None]
     text = (
-        f"{name!r} is no folder with a config.json, no name in the cache of Transformers, none of timm or torchvision "
-        "that is here; expected one of these, or module:function"
+        f"{name!r} is not a folder with a config.json, nor a model in the Transformers cache, nor one of an "
+        "installed timm or torchvision; expected one of these, or module:function"
     )
-    return f"{text}. Not installed: {', '.join(missing)}; pip install what has the model" if missing else text
+    return f"{text}. Not installed: {', '.join(missing)}; pip install the one that has the model" if missing else text
 
 
 def _of_texts(name: str, config: Any, rows: int, length: int) -> Example:
@@ -140,7 +140,7 @@ def _of_texts(name: str, config: Any, rows: int, length: int) -> Example:
         labels = torch.zeros(rows, dtype=torch.long, device="cpu")
     else:
         raise NoModel(
-            f"{name} is a {architecture}, whose data is not known here; expected a language model or a "
+            f"{name} is a {architecture}, whose inputs are not known here; expected a language model or a "
             "SequenceClassification, or module:function, which returns an nn.Module"
         )
     return Example(model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": labels})
@@ -153,8 +153,8 @@ def _own(name: str, model: nn.Module, rows: int, length: int) -> Example:
     first: Any = next((one for one in model.modules() if isinstance(one, kinds)), None)
     if first is None:
         raise NoModel(
-            f"{name} has no Embedding, convolution or Linear; expected a model whose first one says what it takes, or "
-            "plan it in a script: anybatch plan train.py"
+            f"{name} has no Embedding, convolution or Linear; expected a model whose first one gives the input "
+            "shape, or plan it in a script: anybatch plan train.py"
         )
     if isinstance(first, nn.Embedding):
         inputs = torch.zeros(rows, length or 512, dtype=torch.long, device="cpu")

@@ -136,7 +136,7 @@ class Follower(OwnSizeLimit):
         if not reason:
             return
         if self._memory is None:
-            logger.warning("the plan may not be enough: %s. Give memory= so that it is made again", reason)
+            logger.warning("the plan may not be enough: %s. Pass memory= so that it is remade", reason)
             self._rows = max(self._rows, rows)
             self._cover(self._covered.union(trained_in(subject)), subject)
             return
@@ -280,9 +280,9 @@ class Follower(OwnSizeLimit):
                 self.refusal, self.obstacle, self._is_whole = None, None, False
             elif is_of_split(error, subject.splittable) and subject.splits and self._may_run_whole(subject):
                 self.obstacle = BatchError(
-                    f"{type(subject.model).__name__} can't run some samples of this batch alone, as it is cut "
-                    f"({type(error).__name__}: {error}); anybatch.check(model, loss_fn, batch) tries which leaf is not "
-                    f"to be cut (broadcast=, layout=){written_out(error, subject.splittable)}"
+                    f"{type(subject.model).__name__} can't run a part of this batch alone, as it is split "
+                    f"({type(error).__name__}: {error}); anybatch.check(model, loss_fn, batch) tries which leaf "
+                    f"must not be split (broadcast=, layout=){written_out(error, subject.splittable)}"
                 )
                 raise NotSplittable(str(self.obstacle)) from error
             raise
@@ -347,7 +347,7 @@ class Follower(OwnSizeLimit):
             planner = self._planner_of(subject, budget := self._budget_of(subject))
             if planner.fits(plan.chosen):
                 return
-            logger.info("planning again: the step runs other operations than those that were planned for")
+            logger.info("planning again: the step runs different operations than planned")
             made, self._made = self._made, []
             try:
                 self._make_for_larger(subject)
@@ -355,7 +355,7 @@ class Follower(OwnSizeLimit):
                 if error.needed is None or error.needed > budget:
                     raise
                 self._made = made  # it ran out of memory far below the budget, which says nothing of the plan
-                logger.warning("the plan is kept: the step ran out of memory while it was planned again")
+                logger.warning("the plan is kept: the step ran out of memory during replanning")
         self._hand_over(subject)
 
     def _make_for_larger(self, subject: Subject) -> None:

@@ -200,11 +200,11 @@ class Tracer:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
                 raise
             raise LossError(
-                "the step keeps tensors that it made while it was traced, and fails with them now "
-                f"({_first_line(error)}); got {'; '.join(self._left[:3])}. Expected that what a step keeps for the "
-                "next one is a plain attribute of a module, or is made of shapes and not of weights, samples or random "
-                "numbers. Empty that place now, and run the step once before it is planned, so that it is filled "
-                "already; or give micro_batch_size= instead of memory="
+                "the step keeps tensors that it made while being traced, and fails with them now "
+                f"({_first_line(error)}); got {'; '.join(self._left[:3])}. Expected anything a step keeps for the "
+                "next one to be a plain attribute of a module, or to depend on shapes, not on weights, samples or "
+                "random numbers. Clear it now, and run the step once before planning, so that it is already "
+                "filled; or pass micro_batch_size= instead of memory="
             ) from error
 
 

@@ -44,7 +44,11 @@ def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
         return 0, []
     fakes.make_real(device)
     left = fakes.alive()
-    logger.info("%d tensors of a trace were kept by the step; %d of them are real ones now", found, found - len(left))
+    logger.info(
+        "%d tensors of a trace were kept by the step; %d of them are now replaced by real ones",
+        found,
+        found - len(left),
+    )
     return found, [f"{tuple(fake.shape)} of {fake.dtype}" for fake in left]
 
 
@@ -83,7 +87,7 @@ def _runs_on_fakes(subject: Subject, part: Part) -> bool:
     scratch.let_go()
     if recording.has_survivors:
         _, left = clear_away(scratch, subject.settings.device)
-        logger.info("collate keeps what it is given, so that it can't run on fake tensors: %s", left[:1])
+        logger.info("collate keeps its inputs, so it can't run on fake tensors: %s", left[:1])
         return False
     if not is_through:
         return False
@@ -113,7 +117,7 @@ def _on_fakes(subject: Subject, part: Part, scratch: Fakes, recording: Recording
         subject.behaviour.collate_writes = writes.were_made
     for _, _, leaf in leaves(batch):
         if not _is_known(leaf):
-            raise TypeError(f"collate gives a {type(leaf).__name__}, which may hold tensors that are not seen")
+            raise TypeError(f"collate returns a {type(leaf).__name__}, which may hold tensors that can't be seen")
     return batch
 
 
@@ -121,7 +125,7 @@ def _fake_of(scratch: Fakes, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return scratch.like(leaf).clone()  # a sample may be there twice
     if not _is_known(leaf):
-        raise TypeError(f"a sample holds a {type(leaf).__name__}, which has no fake")
+        raise TypeError(f"a sample holds a {type(leaf).__name__}, which can't be faked")
     return own_array(leaf)
 
 

@@ -122,16 +122,16 @@ class Observing(OwnSizeLimit):
         """
         if splittable.is_collated:
             raise BatchError(
-                "memory= was given with collate=, and the model is sharded by fully_shard; what a sample takes is "
-                "measured there, and samples of raw data differ. Pass micro_batch_size= instead of memory="
+                "memory= was given with collate=, and the model is sharded by fully_shard; memory per sample is "
+                "measured there, and raw samples differ. Pass micro_batch_size= instead of memory="
             )
         self._subject = None
         if not splittable.rows:
             return
         if isinstance(self._subject_of(splittable).loss_fn, Coupled):
             raise BatchError(
-                "memory= was given with Coupled, and the model is sharded by fully_shard; what such a loss takes does "
-                "not follow from the size of a micro-batch. Pass micro_batch_size= instead of memory="
+                "memory= was given with Coupled, and the model is sharded by fully_shard; the memory of such a "
+                "loss does not follow from the size of a micro-batch. Pass micro_batch_size= instead of memory="
             )
         clear()
         subject = self._subject = self._subject_of(splittable)
@@ -168,7 +168,7 @@ class Observing(OwnSizeLimit):
     def _does_not_fit(self, needed: int) -> DoesNotFit:
         beside = self._budget - self._usable
         return DoesNotFit(
-            f"nothing fits into {format_bytes(self._budget)}, of which {format_bytes(beside)} are kept free: "
+            f"nothing fits into {format_bytes(self._budget)}, of which {format_bytes(beside)} is kept free: "
             f"micro-batches of one sample took {format_bytes(needed)} on this rank. Apply fully_shard to smaller "
             "units, recompute blocks with torch.utils.checkpoint, or use more ranks or shorter samples",
             needed=needed + beside, budget=self._budget,

@@ -120,7 +120,11 @@ def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:
     try:
         return [OptimizerWatch(optimizer) for optimizer in optimizers]
     except Exception as error:  # noqa: BLE001 - the state of an optimizer of the user's
-        logger.info("what tells whether an update had begun is not counted (%s: %s)", type(error).__name__, error)
+        logger.info(
+            "the bookkeeping that tells whether an update has begun is not counted (%s: %s)",
+            type(error).__name__,
+            error,
+        )
         return []
 
 
@@ -140,7 +144,7 @@ def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Te
         else:
             return clone
     logger.info(
-        "%s can't step on tensors that stand in (%s); the bytes of its state are estimated",
+        "%s can't step on stand-in tensors (%s); the bytes of its state are estimated",
         type(optimizer).__name__, failed,
     )  # fmt: skip
     return None

@@ -122,7 +122,7 @@ class Planner:
         except (AnyBatchError, TooLarge):
             return False
         except Exception as error:  # noqa: BLE001 - the loss may run out of memory by itself: the step will show it
-            logger.info("whether the plan still fits can't be told: %s", error)
+            logger.info("can't tell whether the plan still fits: %s", error)
             Failure(error).release()
             return True
 
@@ -352,10 +352,9 @@ def until_stable(known: Callable[[], object], forget: Callable[[], None], search
         except (NotAligned, NotFake, TooLarge) as error:
             if before == known():
                 raise LossError(
-                    f"the step can't be planned, since it runs other operations from one time to the next; got: "
-                    f"{error}. Expected operations that follow from the samples of a micro-batch. Take the branch or "
-                    "loop that depends on values out of the loss or the metrics, or give micro_batch_size= instead of "
-                    "memory="
+                    f"the step can't be planned, since it runs different operations each time; got: {error}. "
+                    "Expected operations determined by the samples of a micro-batch. Remove value-dependent "
+                    "branches or loops from the loss or the metrics, or pass micro_batch_size= instead of memory="
                 ) from error
             logger.info("searching again: %s", error)
         forget()

@@ -217,12 +217,14 @@ class Predictor:
     def _note_unaligned(self, recipe: Recipe, error: Exception) -> None:
         self._unaligned.add(recipe)
         self._varies = self._varies or isinstance(error, NotAligned)
-        logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
+        logger.info("operations depend on the micro-batch (%s); every size is traced separately", error)
 
     def note_curved(self, told: int, exact: int) -> None:
         """Notes that the bytes of one size do not follow from those of two others."""
         self._is_curved = True
-        logger.info("small micro-batches tell %d bytes of the whole batch, which takes %d; each is traced", told, exact)
+        logger.info(
+            "small micro-batches predict %d bytes for the whole batch, which takes %d; each is traced", told, exact
+        )
 
     def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
         key = (recipe, size, single)
@@ -421,7 +423,7 @@ class Predictor:
                 return [(self.size_of(part), run([part])) for part in parts]
             except Exception as error:  # noqa: BLE001 - what this run shows is not needed for a plan
                 failure, is_over = Failure(error), isinstance(error, OverBudget)
-            logger.info("what is needed is not known by a run: %s", failure.text)
+            logger.info("a run did not measure what is needed: %s", failure.text)
             failure.release()
             if is_over:
                 break

@@ -546,7 +546,7 @@ class Search:
             try:
                 profile = profiles.traced(self.recipe_of(row), part, single=len(parts) == 1)
             except (NotAligned, NotFake, TooLarge) as error:
-                return f"the step runs other operations than before, or takes more: {error}"
+                return f"the step runs different operations than before, or takes more memory: {error}"
             if profile.at(size, self.subject.most_on_one(parts)).peak > budget:
                 return f"a micro-batch of {size} would need more"
             self._fine = [known for known in self._fine if not known.is_within(size)] + [size]

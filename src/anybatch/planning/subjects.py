@@ -31,8 +31,8 @@ _GRANULARITY = 512
 def sparse_error(what: str) -> LossError:
     """The error for a step that no plan can be made for, since its gradients are sparse."""
     return LossError(
-        f"{what} has sparse gradients, whose bytes depend on the indices in a batch, so that no plan can be made; "
-        "expected dense gradients. Leave sparse=True out, or give micro_batch_size= instead of memory="
+        f"{what} has sparse gradients, whose bytes depend on the indices in a batch, so no plan can be made; "
+        "expected dense gradients. Leave sparse=True out, or pass micro_batch_size= instead of memory="
     )
 
 

@@ -98,7 +98,7 @@ def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]
             raise
         failure = Failure(error)
     failure.release()  # outside of the except block, where no traceback holds tensors any more
-    logger.info("memory ran out while a micro-batch of %d samples was measured", len(part.samples))
+    logger.info("ran out of memory while measuring a micro-batch of %d samples", len(part.samples))
     return None
 
 

@@ -110,7 +110,7 @@ class Certificate(Shown):
     @property
     def figures(self) -> str:
         """How far the gradient and the losses are off; in absolute numbers where those of the whole batch are 0."""
-        error = f"relative error {self.error:.2g}" if math.isfinite(self.error) else "no error, as one is not finite"
+        error = f"relative error {self.error:.2g}" if math.isfinite(self.error) else "no error, since one is not finite"
         loss = f"{self.loss_error:.2g}" if math.isfinite(self.loss_error) else "not finite"
         if self.apart:
             error = f"the gradient of the whole batch is 0 within rounding, that of micro-batches {self.apart:.2g}"
@@ -147,7 +147,7 @@ class Certificate(Shown):
 def _shown(sizes: tuple[int, ...]) -> str:
     if len(sizes) <= 8:
         return " + ".join(map(str, sizes))
-    return f"{len(sizes)} micro-batches of {max(sizes)} at most"
+    return f"{len(sizes)} micro-batches of at most {max(sizes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,10 @@ class Proof(Plain):
             return f"not proved: {self.note}"
         what, by = ("loss", "comparison") if self.by == "losses" else ("gradient", self.by)
         is_same = self.exact and not self.error > self.tolerance  # two lengths of chunks may be two losses
-        what = f"the same {what}" if is_same else f"not the same {what}"
-        error = f"the whole's is 0, the parts' {self.apart:.2g}" if self.apart else f"error {self.error:.2g}"
+        what = f"the same {what}" if is_same else f"a different {what}"
+        error = (
+            f"the whole batch's is 0, that of the parts {self.apart:.2g}" if self.apart else f"error {self.error:.2g}"
+        )
         numbers = f"{error}, tolerance {self.tolerance:.2g}"
         note = f"; {self.note}" if self.note else ""
         ways = [f"whole and as {' + '.join(map(str, self.parts))}"] if len(self.parts) > 1 else []

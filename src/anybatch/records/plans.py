@@ -249,7 +249,7 @@ class Plan(Shown):
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise PlanMismatch(f"{path} is not JSON ({error}); expected a file that Plan.save wrote") from error
+            raise PlanMismatch(f"{path} is not JSON ({error}); expected a file written by Plan.save") from error
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

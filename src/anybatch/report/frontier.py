@@ -210,9 +210,9 @@ def frontier_picture(plan: Plan) -> Picture | None:
         f"{time_text(plan, row.seconds)} with {format_bytes(row.peak_bytes)}" for row in dict.fromkeys(ends)
     )
     alternative = (
-        f"{len(timed)} configurations, time against memory. The smallest and the fastest take {said}; chosen is "
-        f"{time_text(plan, plan.chosen.seconds)} with {format_bytes(plan.chosen.peak_bytes)}; the budget is "
-        f"{format_bytes(plan.budget)}. The table below has the numbers."
+        f"{len(timed)} configurations, time against memory. The smallest and the fastest take {said}; the chosen "
+        f"one takes {time_text(plan, plan.chosen.seconds)} with {format_bytes(plan.chosen.peak_bytes)}; the budget "
+        f"is {format_bytes(plan.budget)}. The table below has the numbers."
     )
     return Picture("", svg, caption, alternative)
 

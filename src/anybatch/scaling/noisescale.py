@@ -332,7 +332,7 @@ class NoiseScale:
             )
         if as_over_time(step.loss_fn) and not keep_gradients:
             raise BatchError(
-                "OverTime goes back one chunk of time after the other, so that the gradient of a micro-batch never is "
+                "OverTime differentiates one chunk of time after another, so the gradient of a micro-batch never is "
                 "there as a whole; pass keep_gradients=True, which takes as much memory as the gradients while it "
                 "measures"
             )

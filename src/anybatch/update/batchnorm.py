@@ -92,17 +92,17 @@ def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy
         return
     if together:
         raise NotSplittable(
-            f"{named(together)} would wait in each forward for all ranks, which may run other numbers of micro-batches "
-            'and start again one by one; use GroupNorm or LayerNorm, batch_norm="frozen", or BatchNorm with '
-            'batch_norm="ghost"',
+            f"{named(together)} would wait in each forward pass for all ranks, which may run different numbers of "
+            'micro-batches and retry independently; use GroupNorm or LayerNorm, batch_norm="frozen", or BatchNorm '
+            'with batch_norm="ghost"',
             modules=list(together),
         )
     if coupling and policy == "refuse":
         raise NotSplittable(
-            f"{named(coupling)} would normalise by the samples of each rank alone, so the gradient is not that of the "
-            'batch of all ranks; use GroupNorm or LayerNorm, batch_norm="frozen", or batch_norm="ghost", which '
-            "normalises each micro-batch of each rank by itself, as DistributedDataParallel does with the share of a "
-            "rank",
+            f"{named(coupling)} would normalise by the samples of each rank alone, so the gradient is not that of "
+            'the global batch; use GroupNorm or LayerNorm, batch_norm="frozen", or batch_norm="ghost", which '
+            "normalises each micro-batch of each rank separately, as DistributedDataParallel does with each "
+            "rank's batch",
             modules=list(coupling),
         )
 
@@ -329,10 +329,10 @@ def _refuse_compiled(modules: Mapping[str, Any], micro_batches: int, *, is_froze
     if names and (micro_batches > 1 or is_frozen):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise NotSplittable(
-            f"{listed} is BatchNorm in training mode that torch.jit compiled: it normalises by the samples that run "
-            f"together, here in {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, and takes no hooks, "
-            'which batch_norm="ghost" and "frozen" need. Run the whole batch at once with batch_norm="refuse" (leave '
-            "micro_batch_size out); pass the model before torch.jit, with batch_norm=; or compile it in evaluation "
-            "mode (model.eval()), in which it couples no samples",
+            f"{listed} is BatchNorm in training mode that torch.jit compiled: it normalises by the samples that "
+            f"run together, here in {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, and takes no "
+            'hooks, which batch_norm="ghost" and "frozen" need. Run the whole batch at once with '
+            'batch_norm="refuse" (leave micro_batch_size out); pass the model before torch.jit, with batch_norm=; '
+            "or compile it in evaluation mode (model.eval()), in which it does not couple samples",
             modules=names,
         )

@@ -89,9 +89,10 @@ class Boundary:
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         if held and all(parameter.grad is None for parameter in held):
             raise LossError(
-                f"the loss gave a gradient to parameters of {model}, and to none of the {len(held)} that the optimizer "
-                "has; expected an optimizer of parameters that the loss reaches. If the model was copied, or its "
-                "parameters were replaced, after the optimizer was made: make it again of model.parameters()"
+                f"the loss gave a gradient to parameters of {model}, and to none of the {len(held)} that the "
+                "optimizer has; expected an optimizer over parameters that the loss depends on. If the model was "
+                "copied, or its parameters were replaced, after the optimizer was made: build it again from "
+                "model.parameters()"
             )
 
     def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
@@ -222,9 +223,9 @@ class Boundary:
                 failure = Failure(error)
             failure.release()  # outside of the except block, where no traceback holds tensors any more
         raise UpdateInterrupted(
-            f"optimizer.step ran out of memory on this rank ({failure.text}), and once more after memory was cleared; "
-            "the other ranks apply this update, so the ranks are not equal any more. Load the last checkpoint on all "
-            "ranks",
+            f"optimizer.step ran out of memory on this rank ({failure.text}), and once more after memory was "
+            "cleared; the other ranks apply this update, so the ranks are out of sync. Load the last checkpoint "
+            "on all ranks",
             state_changed=False,
         )
 
@@ -238,9 +239,9 @@ class Boundary:
         else:
             which = "no parameter had been changed, but the optimizer's own state had"
         return UpdateInterrupted(
-            f"optimizer.step failed within its update ({type(error).__name__}: {error}); {which}. The update was not "
-            "applied again. Load the last checkpoint of the model and the optimizer, or go on if a partly applied "
-            "update is acceptable",
+            f"optimizer.step failed during its update ({type(error).__name__}: {error}); {which}. The update was "
+            "not applied again. Load the last checkpoint of the model and the optimizer, or go on if a partly "
+            "applied update is acceptable",
             changed=changed,
             state_changed=state_changed or bool(changed),
         )

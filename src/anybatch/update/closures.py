@@ -160,7 +160,7 @@ def _is_given(optimizer: torch.optim.Optimizer, closure: bool | None) -> bool:
         is_torch_s = (step.__module__ or "").startswith("torch.")
         return needs_closure(optimizer) or (not is_torch_s and bool(taken) and taken[0].name == "closure")
     if not isinstance(closure, bool):
-        raise BatchError(f"closure={closure!r}; expected True, False, or None to go by what step() takes")
+        raise BatchError(f"closure={closure!r}; expected True, False, or None to decide by the signature of step()")
     if not closure and needs_closure(optimizer):
         raise BatchError(f"closure=False, and {kind}.step() can't be called without one; leave closure out")
     if closure and not taken:

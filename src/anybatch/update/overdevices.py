@@ -168,15 +168,14 @@ class OverDevices:
             given = (one for batch in self.task.splittable.batches for one in leaves(batch, "batch"))
             if label := next((label for label, _, one in given if one is found[0][0]), ""):
                 raise LossError(
-                    f"with devices= {label} of shape {shape} requires a gradient, and only parameters of the model get "
-                    "one. If it is trained, hold it in the model, as in torch.nn.Embedding, and put its indices into "
-                    "the batch; else give the batch without it, by .detach(), or train on one device"
+                    f"with devices= {label} of shape {shape} requires a gradient, and only parameters of the model "
+                    "get one. If it is trained, make it part of the model, such as a torch.nn.Embedding, and put "
+                    "its indices into the batch; otherwise .detach() it, or train on one device"
                 )
             raise LossError(
-                f"with devices= the loss reaches {len(found)} leaves, the first of shape {shape}, "
-                "that are parameters neither of the model that is passed to loss_fn nor of a loss that is a module; "
-                "only these are copied to each device. Make them parameters of the model, or make loss_fn a "
-                "torch.nn.Module that has them"
+                f"with devices= the loss reaches {len(found)} leaves, the first of shape {shape}, that are "
+                "parameters neither of the model passed to loss_fn nor of a loss module; only these are copied to "
+                "each device. Make them parameters of the model, or make loss_fn a torch.nn.Module that has them"
             )
         self.devices.is_checked |= self.differentiate
 
@@ -262,7 +261,7 @@ def _inputs_of(task: Task, copy: ModelCopy) -> tuple[torch.Tensor, ...] | None:
     found = [copy.leaf_of(one) for one in task.settings.inputs]
     if any(one is None for one in found):
         raise BatchError(
-            "with devices= one of inputs is no parameter of the model, so the other devices have no copy of it; "
+            "with devices= one of inputs is not a parameter of the model, so the other devices have no copy of it; "
             "expected parameters of the model"
         )
     return tuple(one for one in found if one is not None)
@@ -278,7 +277,7 @@ def _warn_of_buffers(devices: Devices) -> None:
     if names and not devices.was_warned:
         devices.was_warned = True
         warn(
-            f"the forward writes to {len(names)} buffers of the copies ({', '.join(names[:3])}): what the other "
-            "devices write is lost, as under nn.DataParallel, and only what the micro-batches of the first device "
-            "write is kept",
+            f"the forward pass writes to {len(names)} buffers of the copies ({', '.join(names[:3])}): what the "
+            "other devices write is lost, as under nn.DataParallel, and only what the micro-batches of the first "
+            "device write is kept",
         )

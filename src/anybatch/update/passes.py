@@ -69,8 +69,9 @@ class Task:
     def __post_init__(self) -> None:
         if self.settings.device.type == "meta":
             raise LossError(
-                f"{type(self.model).__name__} is on the meta device, where tensors have no numbers; only anybatch.plan "
-                "takes it there. Call model.to_empty(device=...), and load or initialize the weights"
+                f"{type(self.model).__name__} is on the meta device, where tensors hold no data; only "
+                "anybatch.plan accepts it there. Call model.to_empty(device=...), and load or initialize the "
+                "weights"
             )
         self.over_time = as_over_time(self.loss_fn)
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
@@ -310,9 +311,9 @@ def note_the_batch(error: Exception, splittable: Splittable, what: str) -> None:
     cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in splittable.outline().leaves if leaf.dim is not None)
     which = f" ({cut})" if cut else ""
     error.add_note(
-        f"this came of {what}: the {splittable.rows} samples of the batch{which} were cut. If it does not come of the "
-        "whole batch, without micro_batch_size and memory: pass broadcast= or layout= for a leaf that does not have "
-        "its samples in dimension 0, and let the model take any number of samples; anybatch.check(model, loss_fn, "
+        f"this came from {what}: the {splittable.rows} samples of the batch{which} were split. If the whole batch, "
+        "without micro_batch_size and memory, runs: pass broadcast= or layout= for a leaf that does not have its "
+        "samples in dimension 0, and let the model accept any number of samples; anybatch.check(model, loss_fn, "
         f"batch) tries each leaf{written_out(error, splittable)}"
     )
 
@@ -373,13 +374,13 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
     obstacle = splittable.obstacle
     if any(counted):
         raise BatchError(
-            f"{obstacle}. Other batches of the window can be cut, and how many samples this one has is "
-            "not known: pass count=, a function of a batch",
+            f"{obstacle}. Other batches of the window can be split, and the number of samples of this one is "
+            "unknown: pass count=, a function of a batch",
             path=getattr(obstacle, "path", ""),
         )
     warn(
-        "the batches of a window can't be cut, so how many samples each has is not known: each counts as much as any "
-        "other. Pass count=, a function of a batch, if they are not of one size",
+        "the batches of a window can't be split, so their numbers of samples are unknown: all are weighted "
+        "equally. Pass count=, a function of a batch, if their sizes differ",
     )
 
 
@@ -421,8 +422,8 @@ def _parameters_in_parts(
     """The tensors that a pass gives gradients to, where parameters lie on several ranks."""
     if inputs is not None:
         raise BatchError(
-            "inputs= was given, and the model is sharded by fully_shard, whose forward has other tensors than the "
-            "optimizer; freeze what is not trained instead: parameter.requires_grad_(False)"
+            "inputs= was given, and the model is sharded by fully_shard, whose forward pass has different tensors "
+            "than the optimizer; freeze what is not trained instead: parameter.requires_grad_(False)"
         )
     if outside is not None:
         outside.know(reducer.known_leaves(parameters))
@@ -480,7 +481,7 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
     if task.over_time is not None and task.over_time.carry and task.splittable.is_collated:
         raise BatchError(
-            "OverTime(carry=True) with collate=: which sample goes on with which state is not known, since samples are "
+            "OverTime(carry=True) with collate=: which state belongs to which sample is unknown, since samples are "
             "packed anew for each batch; expected batches of tensors, whose rows are the streams"
         )
     rows: dict[int, int] = {}

@@ -43,7 +43,7 @@ class WhySplit:
             return "OverTime cuts the sequences into chunks of time steps, which are normalised one after the other."
         if self.ran_out:
             under = " under the plan, and none is smaller" if self.planned else ""
-            return f"Memory ran out with larger pieces{under}: {samples} were to run as {micro_batches} micro-batches."
+            return f"Memory ran out with larger pieces{under}: {samples} would run as {micro_batches} micro-batches."
         if self.devices > 1:
             return f"The {self.devices} devices share {samples}, in {micro_batches} micro-batches."
         if self.planned:
@@ -78,20 +78,17 @@ def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, c
     why = cause.sentence(micro_batches)
     each = f" For the first, and likewise for each of the {len(modules)}:" if len(modules) > 1 else ""
     return NotSplittable(
-        f"{named(modules)} {'is' if len(modules) == 1 else 'are'} {_mode(modules)}: BatchNorm normalises each sample "
-        "by the mean and the variance of all samples that run together, so in "
-        f"{pieces} the gradient and the running statistics are not those of the whole batch. {why}{' ' if why else ''}"
-        "Choose one:\n\n"
-        f"1. The whole batch at once, exact. {_whole(cause)}\n"
-        '2. "ghost" batch normalisation, another training method: each micro-batch is normalised by its own '
-        "statistics; the running statistics are updated once a batch, with those of all samples.\n"
-        f"{_line(cause, 'ghost')}"
-        "   Coming from nn.DataParallel: there each replica did just this with its share of the batch, and the running "
-        "statistics were those of the first device. The micro-batch takes the place of the share.\n"
-        f"{_frozen(modules, cause)}"
-        f"4. Another model: GroupNorm and LayerNorm couple no samples.{each}\n{_group_norm(modules)}\n"
-        "SyncBatchNorm is no way out: it joins the statistics of processes that run at the same time, and "
-        "micro-batches run one after the other.",
+        f"{named(modules)} {'is' if len(modules) == 1 else 'are'} {_mode(modules)}: BatchNorm normalises each "
+        f"sample by the mean and the variance of all samples that run together, so in {pieces} the gradient and "
+        f"the running statistics are not those of the whole batch. {why}{' ' if why else ''}Choose one:\n\n1. The "
+        f'whole batch at once, exact. {_whole(cause)}\n2. "ghost" batch normalisation, a different training '
+        "method: each micro-batch is normalised by its own statistics; the running statistics are updated once "
+        f"per batch, with those of all samples.\n{_line(cause, 'ghost')}   Coming from nn.DataParallel: each "
+        "replica did the same with its share of the batch, and the running statistics were those of the first "
+        f"device. Micro-batches now take the place of the shares.\n{_frozen(modules, cause)}4. A different model: "
+        f"GroupNorm and LayerNorm do not couple samples.{each}\n{_group_norm(modules)}\nSyncBatchNorm does not "
+        "help: it combines the statistics of processes that run at the same time, while micro-batches run one "
+        "after the other.",
         modules=list(modules),
     )
 
@@ -100,22 +97,22 @@ def _mode(modules: Mapping[str, Any]) -> str:
     if all(module.training for module in modules.values()):
         return "in training mode"
     if not any(module.training for module in modules.values()):
-        return "in evaluation mode without running statistics, where it takes those of the batch"
+        return "in evaluation mode without running statistics, where it uses those of the batch"
     return "in training mode or without running statistics"
 
 
 def _whole(cause: WhySplit) -> str:
     if cause.over_time:
-        return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
+        return "Give OverTime a chunk= at least as long as the sequences, so that time is not cut."
     first = "Give a budget."
     if cause.devices > 1:
         first = "Leave devices= out, and give one device a budget."
     elif cause.batches > 1:
-        first = f"Join the {cause.batches} batches of the window, and give a budget in place of the split."
+        first = f"Concatenate the {cause.batches} batches of the window, and give a budget instead of the split."
     elif cause.planned:
         first = "Name more modules that may be recomputed with blocks=[...], or use autocast=torch.bfloat16."
     elif cause.micro_batch_size is not None:
-        first = f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget."
+        first = f"Replace micro_batch_size={cause.micro_batch_size:g} with a budget."
     budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
     return (
         f"{first} Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are "
@@ -128,8 +125,8 @@ def _frozen(modules: Mapping[str, Any], cause: WhySplit) -> str:
     if bare:
         return f'3. "frozen" can\'t be chosen here, since {named(bare)} keeps no running statistics.\n'
     return (
-        '3. "frozen", for fine-tuning: all samples are normalised by the running statistics, which stay as they are. '
-        f"Then any split is exact.\n{_line(cause, 'frozen')}"
+        '3. "frozen", for fine-tuning: all samples are normalised by the running statistics, which are not '
+        f"updated. Then any split is exact.\n{_line(cause, 'frozen')}"
     )
 
 
@@ -186,8 +183,8 @@ def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: W
         else ("choose a micro_batch_size that leaves no single sample at the end of a batch")
     )
     return NotSplittable(
-        f"{name} ({type(module).__name__}) gets an input of shape {tuple(shape)}: one value a channel, which has no "
-        f'variance; expected at least two in each micro-batch under batch_norm="ghost".{got} Do one of these: '
+        f"{name} ({type(module).__name__}) gets an input of shape {tuple(shape)}: one value per channel, which has "
+        f'no variance; expected at least two in each micro-batch under batch_norm="ghost".{got} Do one of these: '
         f'{advice}; drop the last samples of the batch (drop_last=True); or use batch_norm="frozen"',
         modules=[name],
     )
@@ -196,10 +193,10 @@ def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: W
 def put_in_training_mode(name: str, module: torch.nn.Module) -> NotSplittable:
     """The error for BatchNorm that was in evaluation mode when the batch was split, and no longer is."""
     return NotSplittable(
-        f"{name} ({type(module).__name__}) was in evaluation mode when the batch was split, and the loss function has "
-        "put it in training mode since, in which it couples the samples; expected that modes stay as they are within "
-        'a step. Call model.train() before the step, which then names the ways on; or use batch_norm="frozen", under '
-        "which BatchNorm stays in evaluation mode whatever the loss function does",
+        f"{name} ({type(module).__name__}) was in evaluation mode when the batch was split, and the loss function "
+        "has since put it in training mode, in which it couples the samples; expected modes to stay unchanged "
+        "within a step. Call model.train() before the step, which then lists the options; or use "
+        'batch_norm="frozen", under which BatchNorm stays in evaluation mode whatever the loss function does',
         modules=[name],
     )
 
@@ -208,8 +205,8 @@ def unused(model: Any, leaves: int, *, are_inputs: bool) -> LossError:
     """The error for a loss that gave no gradient to any of the parameters of the model, or of the inputs."""
     kind = f"{leaves} inputs" if are_inputs else f"{leaves} parameters of {type(model).__name__}"
     return LossError(
-        f"the loss gave no gradient to any of the {kind}; expected a loss that is computed with the model that is "
-        "passed to loss_fn, not with another one from outside"
+        f"the loss gave no gradient to any of the {kind}; expected a loss computed with the model passed to "
+        "loss_fn, not with another one from outside"
     )
 
 

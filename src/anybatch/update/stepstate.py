@@ -117,8 +117,8 @@ def load_whole(
         if not isinstance(error, Exception):
             raise
         raise BatchError(
-            f"the state can't be loaded: {error}. Expected what {name}.state_dict() gave, as it was. Nothing was "
-            "loaded",
+            f"the state can't be loaded: {error}. Expected what {name}.state_dict() returned, unchanged. Nothing "
+            "was loaded",
             path=getattr(error, "path", ""),
         ) from error
 

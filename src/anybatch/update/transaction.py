@@ -111,8 +111,8 @@ class Snapshot:
         if written and warns and not self._was_told:
             self._was_told = True
             warn(
-                f"the forward or the loss wrote into {written} weights in place, which are not put back; what runs "
-                "again on the same samples writes to them again. Move such weights once for each step, after it"
+                f"the forward pass or the loss wrote to {written} weights in place, which are not rolled back; a "
+                "retry on the same samples writes to them again. Update such weights once per step, after it"
             )
 
 
@@ -183,7 +183,9 @@ class SizeLimit:
     def _grow(self, largest: float) -> None:
         grown = 2 * (self.value or largest)
         self.value = min(grown, self.ceiling) if self.ceiling is not None else grown if grown < largest else None
-        logger.info("no out-of-memory for a while: the micro-batch size grows to %s", self.value or "the whole batch")
+        logger.info(
+            "no out-of-memory error for a while: the micro-batch size grows to %s", self.value or "the whole batch"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The size and how long it was quiet."""
@@ -276,7 +278,7 @@ class Retries:
         if isinstance(error, Unproved):
             self._roll_back()
             if self._writes.were_made:
-                self._writes.refuse(self._splittable.batches, "since its split is to be proved first")
+                self._writes.refuse(self._splittable.batches, "since its split has to be proved first")
             self._is_unproved = True
             return True
         shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
@@ -321,7 +323,7 @@ class Retries:
 def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
     if splittable.obstacle is not None:
         return DoesNotFit(
-            f"the batch runs out of memory in {shortage.where}, and can't be cut: {splittable.obstacle}; got: "
+            f"the batch runs out of memory in {shortage.where}, and can't be split: {splittable.obstacle}; got: "
             f"{shortage.text}"
         )
     return DoesNotFit(
@@ -333,8 +335,8 @@ def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:
 def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batches: int) -> None:
     if not shortage.is_memory:
         logger.warning(
-            "the ranks were about to run other units of a model that lies in parts: %s; this batch starts again with "
-            "everything gathered, and so do all that follow", shortage.where,
+            "the ranks were about to run different units of a sharded model: %s; this batch starts again with "
+            "everything gathered, and so do all later ones", shortage.where,
         )  # fmt: skip
         return
     logger.warning(

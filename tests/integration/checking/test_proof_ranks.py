@@ -99,7 +99,7 @@ def stops_in_one_micro_batch_each(rank: int, world: int) -> None:
     before = copy.deepcopy(model.state_dict())
     error = raised(lambda: step_of(model, contrastive)(batch_of(rank, 7)))
     assert isinstance(error, anybatch.NotSplittable), error
-    assert "also in one micro-batch" in str(error)
+    assert "Even in one micro-batch" in str(error)
     assert "the whole batch at once" not in str(error)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     coupled = anybatch.Coupled(lambda model, batch: F.normalize(model(batch["x"])), of_all)
@@ -208,7 +208,7 @@ def bounded_weights(model: Any, batch: Any) -> torch.Tensor:
 def tells_of_bounds(rank: int, world: int, *, reshards: bool, rows: tuple[int, int]) -> None:
     """A bound that no micro-batch has crossed yet is told of on all ranks, also by those that split nothing."""
     step = step_of(sharded(reshards=reshards)(Parts()), bounded, micro_batch_size=3)
-    with pytest.warns(anybatch.AnyBatchWarning, match="applies abs to what the samples give together"):
+    with pytest.warns(anybatch.AnyBatchWarning, match="applies abs to a value reduced over samples"):
         out = step(batch_of(rank, rows[rank]))
     assert out.proof is not None
     assert out.proof.exact

@@ -204,7 +204,7 @@ def test_a_loss_that_goes_back_beside_the_one_that_is_checked_is_noted(folder: P
     done = anybatch(folder, "check", "--fail-on", "note", "plain.py")
     assert done.returncode == 1, done.stderr
     note = " ".join(done.stdout.split())
-    assert "note: other-losses, in loss: Only the loss that goes back at" in note
+    assert "note: other-losses, in loss: Only the loss whose backward() is called at" in note
     assert "plain.py:9 was checked. The loop calls backward() for other losses, too (line 10)" in note
 
 

@@ -292,7 +292,7 @@ def test_its_own_files_are_overwritten_and_others_by_force(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("more", "why"),
     [({}, "the script calls anybatch itself"),
-     ({"change": "", "trouble": "it reads x", "found": "train.py:3"}, "the loop stays to be changed by hand")],
+     ({"change": "", "trouble": "it reads x", "found": "train.py:3"}, "the loop has to be changed by hand")],
 )  # fmt: skip
 def test_a_patch_that_can_not_be_written_is_reported(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, str], why: str

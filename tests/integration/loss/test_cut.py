@@ -250,7 +250,7 @@ def test_a_leaf_after_its_block_raises(made_inside: bool) -> None:
         late = model.heads[0](features).mean()
         model.heads[1](features).mean().backward()
     before = reference.gradients_of(model.trunk)
-    with pytest.raises(CutClosed, match=r"after its block.*inside of `with anybatch\.cut") as caught:
+    with pytest.raises(CutClosed, match=r"after its block.*inside `with anybatch\.cut") as caught:
         (late if made_inside else model.heads[0](features).mean()).backward()
     assert isinstance(caught.value, anybatch.AnyBatchError)
     reference.assert_bitwise(reference.gradients_of(model.trunk), before)

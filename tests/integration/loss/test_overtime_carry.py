@@ -187,7 +187,7 @@ def test_another_number_of_rows_is_refused() -> None:
     case, stream = case_of(), stream_of()
     loss_fn = case.over_time(3, carry=True)
     anybatch.backward(case.model, loss_fn, stream[0])
-    with pytest.raises(anybatch.BatchError, match=r"3 sequences, the state that is carried to it 4.*reset\(\)"):
+    with pytest.raises(anybatch.BatchError, match=r"3 sequences, the state carried to it 4.*reset\(\)"):
         anybatch.backward(case.model, loss_fn, {k: v[:3] for k, v in stream[1].items()})
 
 
@@ -203,7 +203,7 @@ def test_a_state_that_is_written_to_is_refused_in_every_mode() -> None:
             counting, lambda model, batch: {"n": torch.zeros(()).long(), "h": None}, chunk=20, carry=True,
             mode=mode,
         )  # fmt: skip
-        with pytest.raises(anybatch.LossError, match="changes the state that it is given in place"):
+        with pytest.raises(anybatch.LossError, match="modifies its input state in place"):
             anybatch.backward(case.model, loss_fn, stream[0])
 
 

@@ -166,7 +166,7 @@ def test_a_loss_over_time_has_its_samples_first() -> None:
         return model(part["x"]).mean(), state
 
     loss = anybatch.OverTime(chunk, lambda model, batch: None)
-    with pytest.raises(BatchError, match="where OverTime has them; transpose"):
+    with pytest.raises(BatchError, match="where OverTime expects them; transpose"):
         anybatch.backward(nn.Linear(4, 1), loss, {"x": torch.zeros(3, 5, 4)}, layout={"x": 1})
 
 

@@ -202,7 +202,7 @@ def test_batches_that_are_given_as_one_are_noted_where_the_loss_fails(kind: type
     with pytest.raises(TypeError) as caught:
         anybatch.backward(nn.Linear(3, 1), only_x, kind(BATCHES), micro_batch_size=size)
     (note,) = caught.value.__notes__
-    assert f"the batch is a {kind.__name__} of 3, the first of 4 rows, as of batches of a loader" in note
+    assert f"the batch is a {kind.__name__} of 3, the first of 4 rows, like batches of a loader" in note
     assert "for window in anybatch.windows(loader, batches=8): step(window)" in note
 
 
@@ -235,7 +235,7 @@ def test_without_a_count_each_batch_counts_as_much_and_it_is_said() -> None:
     sum(graph_loss(model, batch) / 3 for batch in window).backward()
     expected = reference.gradients_of(model)
     reference.clear(model)
-    with pytest.warns(AnyBatchWarning, match=r"how many samples each has is not known.*count="):
+    with pytest.warns(AnyBatchWarning, match=r"so their numbers of samples are unknown.*count="):
         anybatch.backward(model, graph_loss, window)
     reference.assert_float64(reference.gradients_of(model), expected)
 
@@ -249,7 +249,7 @@ def test_beside_batches_with_samples_a_count_is_needed() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    with pytest.raises(BatchError, match=r"names.*this one has is not known: pass count="):
+    with pytest.raises(BatchError, match=r"names.*of this one is unknown: pass count="):
         anybatch.backward(model, loss_fn, window)
     assert model.weight.grad is None
     assert anybatch.backward(model, loss_fn, window, count=lambda batch: len(batch["y"])).count == 12
@@ -339,15 +339,15 @@ def test_a_last_batch_of_as_many_samples_as_views_needs_no_answer(size: int | No
 def test_of_a_window_of_them_nothing_is_proved_and_it_is_said_why() -> None:
     out = anybatch.backward(model_of(), graph_loss, graphs_in_window(), count=len)
     assert out.proof is not None
-    assert "a batch is not cut, since it can't be: the batch, a Graphs" in str(out.proof)
+    assert "the batch can't be split: the batch, a Graphs" in str(out.proof)
 
 
 def test_a_plan_that_does_not_fit_says_why_it_was_not_cut() -> None:
     model = model_of()
-    with pytest.raises(DoesNotFit, match=r"is not cut, since it can't be: batch\['rows'\] has 10 rows"):
+    with pytest.raises(DoesNotFit, match=r"can't be split: batch\['rows'\] has 10 rows"):
         anybatch.plan(model, pixel_loss, flat_pixels(), memory=200)
     batch = {"x": torch.ones(50, 4).double(), "ids": torch.ones(7)}
-    with pytest.raises(DoesNotFit, match=r"is not cut, since it can't be: batch\['ids'\] has 7 rows"):
+    with pytest.raises(DoesNotFit, match=r"can't be split: batch\['ids'\] has 7 rows"):
         anybatch.plan(model, lambda m, b: m(b["x"]).square().mean(), batch, memory=200)
 
 

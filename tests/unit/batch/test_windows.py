@@ -200,13 +200,13 @@ def test_windows_kept_outside_of_the_epochs_go_through_the_loader_again() -> Non
 def test_a_loader_that_is_used_up_is_not_trained_on_in_silence() -> None:
     kept = anybatch.windows(iter(numbered([3, 3])), batches=2)
     assert len(list(kept)) == 1
-    with pytest.raises(BatchError, match=r"is used up; expected one that can be iterated in each epoch"):
+    with pytest.raises(BatchError, match=r"is exhausted; expected one that can be iterated in each epoch"):
         list(kept)
 
 
 @pytest.mark.parametrize("loader", [5, None, mean_loss])
 def test_windows_over_what_is_no_iterable_are_refused_where_they_are_made(loader: Any) -> None:
-    with pytest.raises(BatchError, match="which is no iterable; expected a loader"):
+    with pytest.raises(BatchError, match="which is not iterable; expected a loader"):
         anybatch.windows(loader, batches=2)
 
 

@@ -272,7 +272,7 @@ def neighbours(model: Any, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "size", "said"), [(near_samples, 5, "at once than in their parts"), (views, 8, "as chunk.2. does")]
+    ("loss_fn", "size", "said"), [(near_samples, 5, "gradient together than in parts"), (views, 8, "as chunk.2. does")]
 )
 def test_a_loss_that_runs_no_smaller_part_is_compared_in_its_own_micro_batches(
     loss_fn: Any, size: int, said: str

@@ -58,7 +58,7 @@ def same_weights(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
 def test_an_average_that_the_forward_moves_is_stopped_although_it_begins_equal(how: str) -> None:
     model = Student(how)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(anybatch.NotSplittable, match=r"writes into teacher\.0\.weight") as caught:
+    with pytest.raises(anybatch.NotSplittable, match=r"writes to teacher\.0\.weight") as caught:
         anybatch.backward(model, consistency, batch_of(), micro_batch_size=4)
     assert "model.update_average()" in str(caught.value)
     for name, value in model.state_dict().items():  # a teacher that equals its net is moved to itself

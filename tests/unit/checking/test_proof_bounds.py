@@ -72,7 +72,7 @@ def told(loss_fn: Callable[[Any, Batch], Any]) -> tuple[list[str], anybatch.Step
 )
 def test_a_bound_of_a_mean_that_is_not_reached_yet_is_named(loss_fn: Any, operation: str) -> None:
     (text,), out = told(loss_fn)
-    assert f"applies {operation} to what the samples give together" in text
+    assert f"applies {operation} to a value reduced over samples" in text
     assert "Coupled" in text
     assert out.proof is not None
     assert out.proof.exact

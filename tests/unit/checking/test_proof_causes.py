@@ -238,7 +238,7 @@ def test_samples_that_meet_others_by_numbers_drawn_outside_torch_are_stopped(kin
         return F.triplet_margin_loss(out, out.detach() + 0.1, out[permutation(len(out))], margin=2.0)
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    with pytest.raises(anybatch.NotSplittable, match=r"Samples meet others .*np\.random\.permutation"):
+    with pytest.raises(anybatch.NotSplittable, match=r"The loss mixes samples with others .*np\.random\.permutation"):
         anybatch.backward(net(), triplets, rows(24), micro_batch_size=8)
 
 
@@ -256,7 +256,7 @@ def test_what_samples_meet_by_numbers_drawn_outside_torch(kind: str) -> None:
         return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
 
     np.random.seed(0)
-    with pytest.raises(anybatch.NotSplittable, match="Samples meet others"):
+    with pytest.raises(anybatch.NotSplittable, match="mixes samples with others of the batch"):
         anybatch.backward(net(), loss, rows(24), micro_batch_size=8)
 
 
@@ -290,7 +290,7 @@ def test_what_is_drawn_outside_torch_for_each_sample_alone_is_not_stopped(kind: 
     proof = anybatch.backward(net(), loss_fn, batch, micro_batch_size=8, **options).proof
     assert proof is not None
     assert proof.outcome == ("exact" if kind == "collated" else "undecided")
-    assert ("no sample was seen to meet another" in proof.note) == (kind != "collated")
+    assert ("not seen to mix samples" in proof.note) == (kind != "collated")
 
 
 @pytest.mark.parametrize("kind", ["some of them", "flips", "one of two losses", "noise in turn"])

@@ -193,7 +193,7 @@ LEGAL: dict[str, Callable[[], tuple[anybatch.OverTime, dict[str, Any]]]] = {
     "a function": lambda: (over(as_function), {}),
     "a Mean": lambda: (over(counted), {}),
     "a count": lambda: (over(uncounted), {"count": lambda batch: batch["counts"].sum()}),
-    "a position that goes on": lambda: (over(with_position, lambda model, batch: (zeros(model, batch), 0)), {}),
+    "a position that carries on": lambda: (over(with_position, lambda model, batch: (zeros(model, batch), 0)), {}),
     "the last inputs": lambda: (
         over(with_last_inputs, lambda model, batch: torch.zeros(rows_of(batch), 2, 3, dtype=torch.float64)),
         {},
@@ -222,7 +222,7 @@ WITHOUT_STATE: dict[str, tuple[Callable[..., Any], str]] = {
     "a convolution that does not read its state": (conv_without_state, "does not read the state"),
     "the state is forgotten": (forgetful, "does not read the state"),
     "the state is forgotten and returned": (forgotten, "does not read the state"),
-    "the state is read and returned": (not_handed_on, "the one that it was given"),
+    "the state is read and returned": (not_handed_on, "returns the state it was given"),
 }
 
 
@@ -254,8 +254,8 @@ def test_what_depends_on_the_chunks_that_its_author_gives_is_told(name: str, siz
     is_of_rows = name == "a mean over what its chunk has"  # which is stopped where rows are split
     with pytest.warns(anybatch.AnyBatchWarning, match="where(ver)? time is cut"):
         out = ran(FAULTY[name](4), batch_of(), None if is_of_rows else size)
-    assert "in chunks of 4 steps, which have another loss" in out.proof.note
-    assert (": not the same gradient" in str(out.proof)) == (out.proof.error > out.proof.tolerance)
+    assert "in chunks of 4 steps, whose loss differs" in out.proof.note
+    assert (": a different gradient" in str(out.proof)) == (out.proof.error > out.proof.tolerance)
 
 
 @pytest.mark.parametrize("mode", ["exact", "truncated"])
@@ -276,7 +276,7 @@ def test_a_state_that_is_not_read_is_told_where_the_proof_only_warns() -> None:
     with pytest.warns(anybatch.AnyBatchWarning, match="does not read the state"):
         out = ran(over(forgetful), batch_of(), 4, verify="warn")
     assert not out.proof.exact
-    assert "not the same gradient" in str(out.proof)
+    assert "a different gradient" in str(out.proof)
 
 
 @pytest.mark.parametrize("made", [*FAULTY.values(), with_detached_state])
@@ -288,7 +288,7 @@ def test_what_depends_on_chunks_that_are_chosen_for_it_is_stopped(made: Callable
 @pytest.mark.parametrize("size", [None, 4, 1])
 @pytest.mark.parametrize("state", [zeros, drawn])
 def test_a_gradient_that_ends_at_a_chunk_is_stopped_whoever_gave_the_chunks(size: int | None, state: Any) -> None:
-    with pytest.raises(anybatch.NotSplittable, match=r"return loss, state  # and not state.detach"):
+    with pytest.raises(anybatch.NotSplittable, match=r"return loss, state  # not state.detach"):
         ran(over(detached, state), batch_of(), size)
 
 

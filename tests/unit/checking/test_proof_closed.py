@@ -181,7 +181,7 @@ def test_a_certificate_with_an_error_of_its_own_does_not_lose_a_difference(
 
 def test_what_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybatch.checking.proof._Prover._explained", lambda *_: missing)  # type: ignore[name-defined]  # noqa: F821
-    with pytest.raises(anybatch.NotSplittable, match=re.escape("What explains it failed with NameError")):
+    with pytest.raises(anybatch.NotSplittable, match=re.escape("The diagnosis failed with NameError")):
         steps(net(), root, micro_batch_size=8)(rows())
 
 

@@ -274,7 +274,7 @@ def proved(model: nn.Module, collate: Any) -> Any:
 def test_tokens_that_are_masked_by_numpy_are_no_padding(is_left: bool) -> None:
     proof = proved(Bag(is_masked=True), Masking(is_left=is_left))
     assert proof.outcome != "not exact"
-    assert "draws anew in each micro-batch" in proof.note or "can't be held for each sample" in proof.note
+    assert "draws anew in each micro-batch" in proof.note or "can't be fixed per sample" in proof.note
     certificate = anybatch.check(
         Bag(is_masked=True), masked_language, texts(), collate=Masking(), count=anybatch.count_tokens("labels")
     )
@@ -287,5 +287,5 @@ def test_tokens_that_numpy_takes_from_other_texts_are_not_proved() -> None:
 
 
 def test_padding_that_matters_is_told_where_numpy_masks_tokens() -> None:
-    with pytest.raises(anybatch.NotSplittable, match="how long a batch is padded"):
+    with pytest.raises(anybatch.NotSplittable, match="length to which a batch is padded"):
         proved(Bag(is_masked=False), Masking())

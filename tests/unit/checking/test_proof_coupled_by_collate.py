@@ -73,7 +73,7 @@ def told(model: nn.Module, raw: list[Any], collate: Any) -> str:
 
 
 def test_padding_is_told_where_collate_computes_in_floating_point() -> None:
-    assert "how long a batch is padded" in told(Net(is_mean=True), samples(), padded)
+    assert "length to which a batch is padded" in told(Net(is_mean=True), samples(), padded)
 
 
 @pytest.mark.parametrize("kind", [*orders()])
@@ -87,7 +87,7 @@ def test_samples_that_are_mixed_in_collate_by_a_draw_are_told(kind: str, is_even
         return batch
 
     said = told(Net(is_mean=False), samples(is_even=is_even), mixed)
-    assert "Samples meet others of the batch" in said
+    assert "mixes samples with others of the batch" in said
     assert ("torch.randperm" if kind in ("torch", "generator") else "np.random.permutation") in said
 
 
@@ -98,7 +98,7 @@ def test_a_batch_that_is_normalised_in_collate_is_no_padding() -> None:
         return batch
 
     model, raw = Net(is_mean=False), samples(is_even=True)
-    assert "normalised by the batch" in told(model, raw, normalised)
+    assert "normalising over the batch" in told(model, raw, normalised)
     batch = normalised(raw)  # as the remedies say: before the split, or without one
     assert anybatch.check(model, loss_fn, batch, micro_batch_size=3).exact
     out = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))(batch)

@@ -65,7 +65,7 @@ def by_torch() -> bool:
     return bool(torch.rand([]) < 0.5)
 
 
-ONCE, ELSEWHERE = "numbers that are of no sample", "NumPy, Python or a generator of your own"
+ONCE, ELSEWHERE = "numbers that belong to no sample", "NumPy, Python or a generator of your own"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -98,7 +98,7 @@ def said_of(loss_fn: Loss, **options: Any) -> str:
 
 @pytest.mark.parametrize("loss_fn", [active, certain, hard])
 def test_samples_that_are_taken_by_what_the_model_gives_are_told(loss_fn: Loss) -> None:
-    assert "once the model gives other numbers" in said_of(loss_fn)
+    assert "once the model's outputs change" in said_of(loss_fn)
 
 
 @pytest.mark.parametrize(("loss_fn", "name"), [(masked, "mask"), (picked, "kept")])
@@ -137,5 +137,5 @@ def test_within_a_budget_it_is_told_or_there_is_no_room(loss_fn: Loss, size: str
         proof = step(batch).proof
     assert proof is not None
     assert proof.exact
-    is_told = any("once the model gives other numbers" in str(one.message) for one in caught)
-    assert is_told == (loss_fn is hard and "with other outputs takes more" not in proof.note)
+    is_told = any("once the model's outputs change" in str(one.message) for one in caught)
+    assert is_told == (loss_fn is hard and "with different outputs needs more" not in proof.note)

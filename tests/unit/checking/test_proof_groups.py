@@ -60,7 +60,7 @@ def test_a_batch_that_the_loss_takes_apart_is_given_by_its_parts(
     x = torch.randn(12, 4).double()
     batch: Any = {"x": x} if kind == "dict" else (x, x.sum(1)) if kind == "tuple" else x
     text = refused(loss_fn, batch, size)
-    assert f"takes the batch apart into {parts} parts, as chunk({parts}) does" in text
+    assert f"divides the batch into {parts} parts, as chunk({parts}) does" in text
     lines = [line.strip() for line in text.splitlines()[1:3]]
     before, layout = lines[0].split("  # before step(batch), with layout=")
     within = lines[1].split("  # ")[0]
@@ -156,7 +156,7 @@ def test_a_size_that_fails_is_refused_where_others_run() -> None:
 
     text = refused(five_parts, {"x": torch.randn(20, 4).double()}, 3)
     assert "A micro-batch of 3 samples fails with RuntimeError" in text
-    assert "gives another gradient than the whole batch" in text
+    assert "gives a different gradient than the whole batch" in text
 
 
 def test_check_does_not_take_whole_groups_for_a_fixed_batch_size() -> None:

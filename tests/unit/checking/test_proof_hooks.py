@@ -84,7 +84,7 @@ operator.register_autograd(lambda ctx, gradient: bounded(gradient))
 
 @pytest.mark.parametrize("change", [hooked(bounded), Bounded.apply, recomputed, operator])
 def test_a_bound_of_all_samples_is_stopped_before_it_is_reached(change: Any) -> None:
-    with pytest.raises(anybatch.NotSplittable, match="The backward is not linear"):
+    with pytest.raises(anybatch.NotSplittable, match="The backward pass is not linear"):
         anybatch.backward(net(), loss_with(change), batch_of(), micro_batch_size=5)
 
 

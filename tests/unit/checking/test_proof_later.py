@@ -81,7 +81,7 @@ def said_of(reads: Callable[[Any, Any, dict[str, Any], torch.Tensor], torch.Tens
 def test_a_count_that_matters_later_is_said(reads: Any, name: str) -> None:
     (said,) = said_of(reads)
     assert name in said
-    assert "a schedule by it runs that many times as fast" in said
+    assert "a schedule based on it runs that many times as fast" in said
 
 
 @pytest.mark.parametrize("reads", [logged, averaged, begun_anew, warmed_up])
@@ -128,5 +128,5 @@ def test_a_budget_with_room_sees_what_matters_later_and_another_says_that_it_doe
     assert proof is not None
     is_told = any("kept['calls']" in str(one.message) for one in caught)
     assert (
-        "what begins later" in proof.note
+        "what starts later" in proof.note
     ) != is_told  # which size of micro-batches a plan takes is a matter of time

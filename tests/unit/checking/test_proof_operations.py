@@ -215,7 +215,7 @@ def test_the_first_batch_whose_mask_is_not_full_is_proved() -> None:
         return (losses * batch["w"]).sum() / batch["w"].sum()
 
     _, _, step = step_of(weighted)
-    with pytest.warns(anybatch.AnyBatchWarning, match="is 1 in this batch"):
+    with pytest.warns(anybatch.AnyBatchWarning, match="is 1 everywhere in this batch"):
         step(batch_of())
     step(batch_of())
     with pytest.raises(anybatch.NotSplittable, match="sum"):

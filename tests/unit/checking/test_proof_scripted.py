@@ -41,7 +41,7 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
 def test_weights_that_a_scripted_forward_writes_to_are_put_back() -> None:
     model: Any = torch.jit.script(Decayed(0.9))
     before = model.layer.weight.detach().clone()
-    with pytest.raises(anybatch.NotSplittable, match=r"writes into layer\.weight"):
+    with pytest.raises(anybatch.NotSplittable, match=r"writes to layer\.weight"):
         anybatch.backward(model, loss_fn, batch_of(), micro_batch_size=6)
     assert torch.equal(model.layer.weight, before)
 
@@ -63,9 +63,7 @@ def test_what_fails_in_other_sizes_only_is_told_with_its_line() -> None:
     assert f"(RuntimeError at test_proof_scripted.py:{line}: shape '[6, 6]' is invalid" in proof.note
 
 
-@pytest.mark.parametrize(
-    ("failing", "told"), [(2, "A second run of the very same"), (4, "failed with ValueError: too")]
-)
+@pytest.mark.parametrize(("failing", "told"), [(2, "A second run of the same"), (4, "failed with ValueError: too")])
 def test_what_fails_in_a_run_of_the_proof_alone_ends_no_step_with_its_error(failing: int, told: str) -> None:
     calls = itertools.count(1)  # which nobody puts back
 

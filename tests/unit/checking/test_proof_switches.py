@@ -323,7 +323,7 @@ def test_an_average_that_the_first_call_makes_is_seen_in_the_second_step(kind: s
         model, Teacher(kind, moves=True), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch_size=8
     )
     step(batch_of())
-    with pytest.raises(anybatch.NotSplittable, match="writes into"):
+    with pytest.raises(anybatch.NotSplittable, match="writes to"):
         step(batch_of())
 
 

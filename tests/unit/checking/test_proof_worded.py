@@ -47,7 +47,7 @@ def test_one_count_for_several_losses_is_told_to_be_a_mapping(loss_fn: Any, rows
     count: Any = lambda batch: batch["valid"].sum()  # noqa: E731
     with pytest.raises(anybatch.NotSplittable, match=r"count=\{'a': ") as told:
         anybatch.backward(net(), loss_fn, batch_of(rows), micro_batch_size=rows // 2 + 1, count=count)
-    assert "no weights of its parts" not in str(told.value)
+    assert "no weighting of its parts" not in str(told.value)
 
 
 @pytest.mark.parametrize("loss_fn", [standardised, advantages])

@@ -78,7 +78,7 @@ def test_of_batch_norm_in_training_mode(verb: str) -> None:
     whole, ghost, frozen, group = lines
     torch.testing.assert_close(stepped(whole, normalised()), plainly(normalised()))
     stepped(ghost, normalised())
-    assert "another training method" in text
+    assert "a different training method" in text
     evaluated = normalised().eval()
     torch.testing.assert_close(stepped(frozen, normalised()), plainly(evaluated), rtol=1e-4, atol=1e-6)
     exec(group, {"model": model, "torch": torch})
@@ -92,7 +92,7 @@ def test_of_batch_norm_in_a_window() -> None:
     (window,) = anybatch.windows(batches, batches=2)
     model = normalised()
     text, _ = refused(lambda: backward(model, loss_fn, window))
-    assert "Join the 2 batches of the window" in text
+    assert "Concatenate the 2 batches of the window" in text
     torch.testing.assert_close(
         stepped("anybatch.TrainStep(model, loss_fn, optimizer)", normalised()), plainly(normalised())
     )
@@ -142,7 +142,7 @@ def test_of_a_loss_that_puts_the_model_in_training_mode() -> None:
         return loss_fn(model, batch)
 
     text, _ = refused(lambda: backward(normalised().eval(), trains, vectors(), micro_batch_size=4))
-    assert "Call model.train() before the step, which then names the ways on" in text
+    assert "Call model.train() before the step, which then lists the options" in text
     _, lines = refused(lambda: backward(normalised().train(), trains, vectors(), micro_batch_size=4))
     assert len(lines) == 4
     assert 'or use batch_norm="frozen"' in text
@@ -156,6 +156,6 @@ def test_of_a_loss_of_another_model() -> None:
     def of_another(model: Any, batch: Any) -> Any:
         return loss_fn(other if model is not None else model, batch)
 
-    with pytest.raises(LossError, match="computed with the model that is passed to loss_fn"):
+    with pytest.raises(LossError, match="computed with the model passed to loss_fn"):
         backward(normalised().eval(), of_another, vectors())
     backward(normalised().eval(), loss_fn, vectors())

@@ -297,7 +297,7 @@ def test_of_padding_that_counts() -> None:
     def loss_fn(model: Any, batch: Batch) -> Any:
         return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100)
 
-    said(check(linear(), loss_fn, samples, collate=padded(0)), "ignore_index=-100)  # with labels padded by -100")
+    said(check(linear(), loss_fn, samples, collate=padded(0)), "ignore_index=-100)  # with labels padded with -100")
     assert check(linear(), loss_fn, samples, collate=padded(-100), count=anybatch.count_tokens("y")).exact
 
 

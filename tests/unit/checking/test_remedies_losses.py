@@ -116,7 +116,7 @@ case(
 )
 case(
     "differentiation._no_gradient",
-    "return what is only to be looked at as a metric",
+    "return values that are only logged as a metric",
     lambda: gradient_of(lambda m, b: {"loss": ce(m, b), "accuracy": (out(m, b).argmax(1) == b["y"]).double().mean()}),
     lambda: same(lambda m, b: (ce(m, b), {"accuracy": (out(m, b).argmax(1) == b["y"]).double()})),
 )
@@ -253,7 +253,7 @@ def goes_back(model: Any, batch: Any) -> Any:
     return total(model, batch) / len(batch["x"])
 
 
-case("accumulate._error", "take zero_grad() out of it", lambda: gradient_of(clears), lambda: same(ce))
+case("accumulate._error", "remove zero_grad() from it", lambda: gradient_of(clears), lambda: same(ce))
 for mended in (
     lambda m, b: ce(m, b) + total(m, b) / len(b["x"]),
     lambda m, b: {"a": ce(m, b), "b": total(m, b) / len(b["x"])},
@@ -261,7 +261,7 @@ for mended in (
 ):
     case(
         "accumulate._error",
-        "take backward() out of it, and return the sum",
+        "remove backward() from it, and return the sum",
         lambda: gradient_of(goes_back),
         partial(same, mended),
     )
@@ -355,14 +355,14 @@ def weighted_heads(model: Any, features: Any) -> Any:
 
 case(
     "cutting._refuse_late_gradient",
-    "call backward() inside of",
+    "call backward() inside",
     lambda: gradient_of(after_the_block),
     lambda: same(before_the_cut),
 )
 for operation in (torch.relu, lambda hidden: hidden.clone().relu_()):
     case(
         "cutting.written_in_place",
-        "use the version that does not write in place, or clone",
+        "use the out-of-place version, or clone",
         lambda: gradient_of(in_place),
         partial(same, not_in_place(operation)),
     )
@@ -478,14 +478,14 @@ for mended in (lambda m, b: m(b["x"] * 2), lambda m, b: m(b["x"].clone().mul_(2)
     )
 case(
     "coupling.add",
-    "expected at least one, with one row a sample",
+    "expected at least one, with one row per sample",
     lambda: gradient_of(coupled(lambda m, b: 3)),
     lambda: same(coupled(out)),
 )
 CALLS = itertools.count()
 case(
     "coupling.refuse_others",
-    "What it counts from call to call is given with the batch",
+    "Pass what it counts from call to call with the batch",
     lambda: gradient_of(coupled(lambda m, b: out(m, b) * next(CALLS))),
     lambda: same(coupled(lambda m, b: out(m, b) * b["calls"]), {**vectors(), "calls": next(CALLS)}),
 )
@@ -495,7 +495,7 @@ for mended in (
 ):
     case(
         "coupling.refuse_others",
-        "Draw from these and not from a generator of its own",
+        "Draw from these, not from a separate generator",
         lambda: gradient_of(coupled(noisy(lambda like: torch.rand(like.shape, generator=GENERATOR)))),
         partial(gradient_of, mended),
     )
@@ -521,7 +521,7 @@ case(
 )
 case(
     "coupling._column",
-    "What is no tensor is in the batch",
+    "Anything that is not a tensor can stay in the batch",
     lambda: gradient_of(coupled(lambda m, b: (out(m, b), float(b["x"][0, 0])), lambda m, o: o[0].square().mean())),
     lambda: same(coupled(out, lambda m, o, b: o.square().mean() * b["x"][0, 0])),
 )
@@ -541,7 +541,7 @@ case(
 )
 case(
     "coupling._check_rows",
-    "is computed in the loss",
+    "Compute what belongs to the batch as a whole in the loss",
     lambda: gradient_of(coupled(lambda m, b: out(m, b).mean(0))),
     lambda: same(coupled(out, lambda m, o: o.mean(0).square().sum())),
 )
@@ -554,7 +554,7 @@ def squared(operation: Any) -> Any:
 for operation in (lambda o: o * 2, lambda o: o.clone().mul_(2)):
     case(
         "cutting.written_in_place",
-        "use the version that does not write in place, or clone",
+        "use the out-of-place version, or clone",
         lambda: gradient_of(coupled(out, lambda m, o: o.mul_(2).mean())),
         partial(same, coupled(out, squared(operation))),
     )
@@ -576,7 +576,7 @@ def stepped(model: Any, trained: Any) -> None:
 CASES.append(
     Case(
         "update/boundary.check_reached",
-        "make it again of model.parameters()",
+        "build it again from model.parameters()",
         lambda: stepped(linear(), copy.deepcopy(linear())),
         lambda: stepped(model := linear(), model),
     )

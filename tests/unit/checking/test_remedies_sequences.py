@@ -135,7 +135,7 @@ case(
     lambda: timed(over(lambda m, c, s: (step_by()(m, c, s)[0], None))),
     lambda: same_in_time(over()),
 )
-for wrong, says in ((lambda o: (yield o.mean()), "is a generator"), (lambda o: (o.mean(), {}), "behind the state")):
+for wrong, says in ((lambda o: (yield o.mean()), "is a generator"), (lambda o: (o.mean(), {}), "after the state")):
     case(
         "states.__call__",
         says,
@@ -150,7 +150,7 @@ case(
 )
 case(
     "states.__call__",
-    "use the operation that does not write in place",
+    "use the out-of-place operation",
     lambda: timed(over(step_by(x=lambda c: c["x"].mul_(2)))),
     lambda: same_in_time(over(step_by(x=lambda c: c["x"] * 2))),
 )
@@ -220,7 +220,7 @@ case(
 )
 case(
     "sequence._compare",
-    "hand on in the state what a chunk needs",
+    "pass on in the state what a chunk needs",
     lambda: timed(over(step_by(state=lambda s: s + next(ONCE)))),
     lambda: same_in_rows(over(step_by(state=lambda s: s + 1))),
 )
@@ -237,7 +237,7 @@ def drawing(result: Any) -> Any:
 
 case(
     "states._evaluated",
-    "expected the loss itself in the place of the function",
+    "expected the loss itself instead of the function",
     lambda: timed(drawing(lambda f: f)),
     lambda: timed(drawing(lambda f: f())),
 )
@@ -264,7 +264,7 @@ def other_leaves() -> Any:
 
 case(
     "sequence._roots_of",
-    "does the same when it runs again",
+    "does the same when run again",
     other_leaves,
     lambda: same_in_time(over()),
 )
@@ -312,7 +312,7 @@ for mended in (
 ):
     case(
         "states._look_at",
-        "expected that it is packed, too, or that OverTime(broadcast=...) names it",
+        "expected it to be packed, too, or named in OverTime(broadcast=...)",
         lambda: timed(over(in_packs), packed(w=sequences()["w"]), size=None),
         mended,
     )
@@ -324,7 +324,7 @@ case(
 )
 case(
     "states._note",
-    "Name what is no sequence in OverTime(broadcast=...)",
+    "Name anything that is not a sequence in OverTime(broadcast=...)",
     lambda: timed(over(), {**sequences(), "v": torch.ones(6, 3)}),
     lambda: same_in_time(over(broadcast=["v"]), {**sequences(), "v": torch.ones(6, 3)}),
 )
@@ -384,8 +384,8 @@ def streamed(second: int, *, resets: bool = False) -> Any:
     return timed(loss_fn, sequences(second))
 
 
-case("states.of", "Call reset() where other streams begin", lambda: streamed(4), lambda: streamed(4, resets=True))
-case("states.of", "leave out a last smaller batch", lambda: streamed(4), lambda: streamed(6))
+case("states.of", "Call reset() where new streams begin", lambda: streamed(4), lambda: streamed(4, resets=True))
+case("states.of", "drop a smaller last batch", lambda: streamed(4), lambda: streamed(6))
 
 
 def with_rest(rest: Any) -> Any:
@@ -400,7 +400,7 @@ def with_rest(rest: Any) -> Any:
 
 case(
     "states._check_rest",
-    "expected one row a sequence, or the same value",
+    "expected one row per sequence, or the same value",
     lambda: with_rest(lambda c: float(c["x"].sum())),
     lambda: with_rest(lambda c: c["x"].sum((1, 2))),
 )

@@ -400,7 +400,7 @@ def test_of_a_first_call_that_keeps_something_of_its_samples() -> None:
 
     found = check(linear(), Normalised(), vectors()).reasons[0]
     assert found.remedies == CAUSES["first call"].remedies
-    assert "The first call sets self.mean by the samples" in found.message
+    assert "The first call sets self.mean from the samples" in found.message
 
     def made(size: int | None) -> list[Any]:
         model, batch, loss_fn = linear(), vectors(), Normalised()
@@ -435,7 +435,7 @@ def test_of_a_loss_that_trains_another_net(calls_backward: bool) -> None:
                 one.data.sub_(0.1 * gradient)
         return fooled(model, batch)
 
-    with pytest.raises(NotSplittable, match=r"trains another net itself, judge\.weight, judge\.bias") as refused:
+    with pytest.raises(NotSplittable, match=r"itself trains another network, judge\.weight, judge\.bias") as refused:
         trained(generator, both, batch, micro_batch_size=4)
     for line in CAUSES["trained"].remedies:
         assert line in str(refused.value)
@@ -465,8 +465,8 @@ def test_an_average_that_requires_gradients_is_not_trained() -> None:
 
     with pytest.raises(NotSplittable) as refused:
         trained(model, taught, batch, micro_batch_size=4)
-    assert "trains another net" not in str(refused.value)
-    assert "Move them once for each step" in str(refused.value)
+    assert "trains another network" not in str(refused.value)
+    assert "Update them once per step" in str(refused.value)
 
 
 @follows("later flag")
@@ -476,7 +476,7 @@ def test_of_a_flag_that_is_turned_later() -> None:
         return F.cross_entropy(out - out.mean(0) if model.kept else out, batch["y"])
 
     model = Kept(torch.tensor(False))
-    with pytest.warns(UserWarning, match=r"anybatch.check\(model, loss_fn, batch\)  # once it is turned"):
+    with pytest.warns(UserWarning, match=r"anybatch.check\(model, loss_fn, batch\)  # once it has flipped"):
         trained(model, reads, vectors(), steps=1, micro_batch_size=4)
     model.kept.fill_(True)
     said(check(model, reads, vectors()), WHOLE, COUPLED, "batch = prepare(batch)", "return {")

@@ -119,7 +119,7 @@ def test_what_fits_nowhere_ends_with_1_and_says_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no-such-model", "is no folder with a config.json"),
+        ("no-such-model", "is not a folder with a config.json"),
         ("ownmodels:nothing", "returned int; expected an nn.Module"),
         ("ownmodels:missing", "can't be called"),
         ("nowhere:f", "can't be called: ModuleNotFoundError: No module named 'nowhere'"),

@@ -78,7 +78,7 @@ def test_wrapped_models_name_what_to_write() -> None:
     with pytest.raises(anybatch.BatchError, match=r"before torch\.compile"):
         step_of(torch.compile(small()), devices=TWO)  # type: ignore[arg-type]
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
-    with pytest.raises(anybatch.BatchError, match="made by the first forward"):
+    with pytest.raises(anybatch.BatchError, match="created by the first forward pass"):
         step_of(lazy, devices=TWO)
 
 

@@ -202,7 +202,7 @@ def test_metrics_of_a_generator() -> None:
 ODD_METRICS: dict[str, Any] = {
     "one row": lambda batch: torch.zeros(1),
     "too many rows": lambda batch: torch.zeros(5, 2),
-    "rows of unlike length": lambda batch: torch.zeros(len(batch["y"]), 1 + int(batch["y"].sum())),
+    "pad rows of different lengths": lambda batch: torch.zeros(len(batch["y"]), 1 + int(batch["y"].sum())),
     "a Mean of a vector": lambda batch: Mean(torch.zeros(3), 1),
     "a Mean over a vector": lambda batch: Mean(1.0, torch.ones(2)),
     "a Mean of a text": lambda batch: Mean("a", 1),

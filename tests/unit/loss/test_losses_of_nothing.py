@@ -119,7 +119,7 @@ def test_a_state_that_is_kept_outside_is_no_yielded_loss() -> None:
         hidden[0] = torch.tanh(model["a"](batch["x"]) + hidden[0][: len(batch["x"])])
         return hidden[0].mean()
 
-    with pytest.raises(LossError, match="is kept outside of the loss") as error:
+    with pytest.raises(LossError, match="is kept outside the loss") as error:
         backward(heads(), loss_fn, samples(), micro_batch_size=4)
     assert "yielded" not in str(error.value)
 

@@ -107,7 +107,7 @@ RUBBISH: dict[str, tuple[Any, str]] = {
     "four": ((1, 2, 3, 4), "tuple; expected"),
     "a number": ((1.0, None), "float"),
     "a generator": ((iter_nothing(), None), "generator"),
-    "metrics with the loss": (((torch.zeros(()), {}), None), "behind the state"),
+    "metrics with the loss": (((torch.zeros(()), {}), None), "after the state"),
     "metrics that are none": ((None, None, 3), "mapping of Means"),
     "a vector": ((torch.zeros(3, requires_grad=True), None), "shape"),
     "no gradient": ((torch.zeros(()), None), "no gradient"),

@@ -216,7 +216,7 @@ def test_truncated_packed_with_a_last_loss_is_refused() -> None:
 def test_sequences_packed_with_other_lengths_are_refused() -> None:
     case, batch = case_of(), packed_batch([3, 9, 1])
     other = packed_batch([3, 8, 1])
-    with pytest.raises(anybatch.BatchError, match="packed with other lengths"):
+    with pytest.raises(anybatch.BatchError, match="packed with different lengths"):
         anybatch.backward(case.model, case.over_time(3), {**batch, "y": other["y"]})
     with pytest.raises(anybatch.BatchError, match="beside PackedSequences"):
         anybatch.backward(case.model, case.over_time(3), {**batch, "z": torch.zeros(3, 9, 2)})

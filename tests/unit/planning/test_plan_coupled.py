@@ -148,7 +148,7 @@ def test_what_a_loss_needs_that_was_stopped_is_not_claimed_to_be_known(percent: 
     batch = {"x": torch.randn(24, 8), "y": torch.arange(24) % 3}
     loss_fn, optimizer = anybatch.Coupled(encode, few), torch.optim.SGD(model.parameters(), lr=0.1)
     smallest = anybatch.plan(model, loss_fn, batch, optimizer, memory="1GiB").smallest_bytes
-    with pytest.raises(anybatch.DoesNotFit, match=r"at least, and may need more; .*Coupled.row_block") as caught:
+    with pytest.raises(anybatch.DoesNotFit, match=r"at least, possibly more; .*Coupled.row_block") as caught:
         anybatch.plan(model, loss_fn, batch, optimizer, memory=smallest * percent // 100)
     assert caught.value.needed is not None
     assert smallest * percent // 100 < caught.value.needed <= smallest

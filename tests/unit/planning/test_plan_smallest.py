@@ -205,7 +205,7 @@ def test_what_is_said_of_a_step_that_runs_for_real_is_enough(name: str) -> None:
         assert caught.value.needed is not None
         assert smallest <= caught.value.needed <= 1.04 * smallest  # a margin, where nobody knows whether it varies
         assert plan(caught.value.needed).peak_bytes <= caught.value.needed
-        assert "at least, and may" not in str(caught.value)
+        assert "at least, possibly" not in str(caught.value)
 
 
 LONG = ("coupled", "over time")

@@ -64,7 +64,7 @@ def test_no_plan_is_made_and_the_way_out_is_named(kind: str) -> None:
     model, batch = Looking(40, kind).double(), numbers(40, 32)
     if kind == "functional":
         model.table.sparse = False  # type: ignore[assignment]
-    with pytest.raises(anybatch.LossError, match=r"sparse gradients.*give micro_batch_size= instead of memory="):
+    with pytest.raises(anybatch.LossError, match=r"sparse gradients.*pass micro_batch_size= instead of memory="):
         anybatch.plan(model, loss_fn, batch, sgd(model), memory="1GiB")
     step = anybatch.TrainStep(model, loss_fn, sgd(model), memory="1GiB")
     with pytest.raises(anybatch.LossError, match="sparse gradients"):

@@ -65,7 +65,7 @@ def test_a_loss_that_adds_up_is_planned_in_splits_from_small_sizes(caplog: pytes
     with caplog.at_level("INFO", "anybatch"):
         plan = planned(adds_up, "1MiB")
     assert rows_split(plan)
-    assert "small micro-batches tell" not in caplog.text
+    assert "small micro-batches predict" not in caplog.text
 
 
 def test_nothing_stays_of_the_proof() -> None:

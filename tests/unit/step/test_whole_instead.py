@@ -168,7 +168,7 @@ def test_a_batch_of_which_no_part_can_run_runs_whole_where_that_fits() -> None:
     model, batch = Neighbours(), graph()
     other = copy.deepcopy(model)
     step = anybatch.TrainStep(model, over_known, torch.optim.SGD(model.parameters(), lr=0.0), memory="1MiB")
-    told = r"runs whole, which the budget allows, since Neighbours can't run some samples(.|\n)*anybatch\.check"
+    told = r"runs whole, which the budget allows, since Neighbours can't run a part(.|\n)*anybatch\.check"
     with pytest.warns(anybatch.AnyBatchWarning, match=told):
         out = step(batch)
     over_known(other, batch).backward()
@@ -185,7 +185,7 @@ def test_a_batch_of_which_no_part_can_run_is_refused_where_the_whole_does_not_fi
     model = Neighbours()
     step = anybatch.TrainStep(model, over_known, torch.optim.SGD(model.parameters(), lr=0.1), memory=4000)
     for _ in range(2):
-        with pytest.raises(anybatch.NotSplittable, match="can't run some samples of this batch alone") as refused:
+        with pytest.raises(anybatch.NotSplittable, match="can't run a part of this batch alone") as refused:
             step(graph())
         assert "The whole batch does not fit" in refused.value.__notes__[0]
 

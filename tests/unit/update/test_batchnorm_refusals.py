@@ -125,7 +125,7 @@ def test_the_choices_come_in_order() -> None:
         '2. "ghost"',
         "nn.DataParallel",
         '3. "frozen"',
-        "4. Another",
+        "4. A different",
         "Sync",
     ]
     places = [text.index(words) for words in order]
@@ -277,7 +277,9 @@ def test_memory_that_ran_out_is_the_cause_that_is_said() -> None:
 def test_a_single_row_at_the_end_is_refused_in_clear_words() -> None:
     model, batch = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(9, 3)
     before = facts(model)
-    with pytest.raises(anybatch.NotSplittable, match=r"1 \(BatchNorm1d\) gets an input of shape \(1, 3\): one value a"):
+    with pytest.raises(
+        anybatch.NotSplittable, match=r"1 \(BatchNorm1d\) gets an input of shape \(1, 3\): one value per channel"
+    ):
         anybatch.backward(model, lambda m, x: m(x).mean(), batch, micro_batch_size=4, batch_norm="ghost")
     assert not different(before, facts(model))
 
