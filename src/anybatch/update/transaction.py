@@ -111,8 +111,9 @@ class Snapshot:
         if written and warns and not self._was_told:
             self._was_told = True
             warn(
-                f"the forward pass or the loss wrote to {written} weights in place, which are not rolled back; a "
-                "retry on the same samples writes to them again. Update such weights once per step, after it"
+                f"the forward pass or the loss wrote to {written} {'weight' if written == 1 else 'weights'} in place, "
+                "not rolled back; a retry on the same samples writes to them again. Update such weights once per step, "
+                "after it"
             )
 
 

@@ -186,9 +186,9 @@ def test_a_parameter_that_is_replaced_or_changed_by_encode() -> None:
             model.text[0].bias += 1
         return towers(model, batch)
 
-    with pytest.raises(anybatch.AnyBatchError, match="changed or replaced between the forward and the backward"):
+    with pytest.raises(anybatch.AnyBatchError, match="changed or replaced between the forward and backward pass"):
         run(anybatch.Coupled(towers, replacing), Towers(), samples(8), 3)
-    with pytest.raises(anybatch.AnyBatchError, match="changed by the forward itself"):
+    with pytest.raises(anybatch.AnyBatchError, match="changed by the forward pass itself"):
         run(anybatch.Coupled(changing, clip), Towers(), samples(8), 3)
 
 

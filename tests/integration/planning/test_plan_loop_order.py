@@ -176,7 +176,10 @@ def test_a_split_that_was_not_proved_is_said_to_be_so() -> None:
     assert not refusal
     assert "can't be run without the others (KeyError" in unproved
     facts = {"micro_batch_size": None, "updates": True, "unproved": unproved}
-    assert f"gradient is not proved: {unproved}" in _notes(Ending("planned", facts))[0]
+    assert (
+        f"It is not proved that micro-batches have the whole batch's gradient: {unproved}"
+        in _notes(Ending("planned", facts))[0]
+    )
 
 
 def test_other_losses_of_the_loop_are_said_not_to_be_in_the_figures() -> None:

@@ -388,7 +388,7 @@ def test_what_is_there_is_not_moved(batch: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_batched_csr_is_refused_by_name() -> None:
     batch = {"x": torch.ones(4, 3, 2).to_sparse_csr()}
-    with pytest.raises(BatchError, match=r"has the layout torch\.sparse_csr, which can't be cut"):
+    with pytest.raises(BatchError, match=r"has the layout torch\.sparse_csr, which can't be split along its rows"):
         micro_batches(batch, 2)
 
 

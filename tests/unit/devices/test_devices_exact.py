@@ -137,7 +137,7 @@ def test_means_that_stand_alone_on_each_device_are_refused() -> None:
 
     batch = {**batch_of(2), "number": torch.arange(2)}
     model = small()
-    with pytest.raises(anybatch.LossError, match="only the forward knows"):
+    with pytest.raises(anybatch.LossError, match="only the forward pass knows"):
         step_of(model, loss_fn, devices=TWO)(batch)
 
 

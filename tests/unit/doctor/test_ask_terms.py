@@ -326,3 +326,8 @@ def test_functions_of_a_file_are_listed_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(source, "walked", walked)
     assert len([name for line in range(1, 601) for name in source.unread_at(tree, line)]) == 300
     assert walks.count(tree) == 1
+
+
+def test_scores_that_an_operation_hands_on_as_they_are_are_followed() -> None:
+    """As ``logits.float()`` of scores in fp32: what it gives is what it was given."""
+    assert answer(lambda: steps(nn.Linear(6, 3), lambda made, y: F.cross_entropy(made.float(), y)), "related") == "no"

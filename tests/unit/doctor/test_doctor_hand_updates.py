@@ -129,31 +129,3 @@ def test_a_loss_that_falls_before_it_is_no_number_has_not_grown() -> None:
             with torch.no_grad():
                 w.sub_(0.05 * w.grad)
     assert not [one for one in diagnosis(doctor.run).findings if one.name == "LR_TOO_HIGH"]
-
-
-def flattened(kind: str, updates: int = 60) -> list[str]:
-    """The findings of a net that is updated through flat views, of which one may be a copy."""
-    torch.manual_seed(0)
-    first, last = nn.Linear(3, 8), nn.Linear(8, 1)
-    if kind == "transposed":
-        first.weight.data = torch.randn(3, 8).t()
-    first.requires_grad_(kind != "frozen")
-    x = torch.randn(50, 3)
-    y = x.prod(1, keepdim=True)
-    with Doctor() as doctor:
-        for update in range(updates):
-            nets = [first, last] if kind != "in turns" else [(first, last)[update % 2]]
-            (last(first(x).tanh()) - y).square().mean().backward()
-            for each in [one for net in nets for one in net.parameters() if one.grad is not None]:
-                assert each.grad is not None
-                each.data.reshape(-1).sub_(0.1 * each.grad.reshape(-1))
-            for each in [*first.parameters(), *last.parameters()]:
-                each.grad = None
-    return [one.name for one in diagnosis(doctor.run).findings if one.severity != "info"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "told"), [("transposed", True), ("plain", False), ("frozen", False), ("in turns", False)]
-)
-def test_a_parameter_of_which_a_copy_is_updated_is_told(kind: str, told: bool) -> None:
-    assert ("HAND_UPDATE_LOST" in flattened(kind)) is told

@@ -288,7 +288,10 @@ WRONG_OUTPUTS: dict[str, tuple[Any, str]] = {
     "a scalar": (lambda z, n: (z, z.sum()), r"outputs\[1\] has the shape \(\) for a micro-batch of 3 samples"),
     "other rows": (lambda z, n: z[:2], r"outputs has the shape \(2, 3\) for a micro-batch of 3"),
     "other widths": (lambda z, n: z[:, : 1 + n], r"shapes \(3, 1\), \(3, 2\).*pool or pad them"),
-    "a list of samples": (lambda z, n: (z, list(range(n, 4))), r"gave 4 outputs for micro-batch 2 and 5 .*taken from"),
+    "a list of samples": (
+        lambda z, n: (z, list(range(n, 4))),
+        r"gave 4 outputs for micro-batch 2 and 5 .*take it from",
+    ),
     "another constant": (lambda z, n: (z, n), r"outputs\[1\] is 0 for one micro-batch and another for the next"),
     "an array": (lambda z, n: (z, np.arange(n, n + 3)), r"outputs\[1\] is array\(\[0, 1, 2\]\) for one"),
     "other keys": (lambda z, n: {f"z{n}": z}, r"differ in outputs\['z1'\], outputs\['z0'\]"),

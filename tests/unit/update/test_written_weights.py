@@ -193,7 +193,7 @@ def test_check_names_the_weights() -> None:
 
 @pytest.mark.parametrize("largest", [32, 16])
 def test_a_restart_warns_of_weights_that_are_not_put_back(largest: int) -> None:
-    told = "wrote into 4 weights in place, which are not put back"
+    told = "wrote to 4 weights in place, not rolled back"
     torch.manual_seed(0)
     model, batch = MovedAverage("write"), torch.randn(64, 16)
 

@@ -225,10 +225,11 @@ _SAME = frozenset({"log_softmax", "softmax", "log", "float", "to", "div", "mul",
 
 def scores_behind(step: Step, slot: Slot) -> Slot:
     """What a tensor is made of by a softmax, a factor or another shape alone."""
-    made = {out: one for one in step.operations for out in one.outs}
-    while slot in made and made[slot].kind in _SAME:
-        learned = [one for one in made[slot].given if step.values[one].requires_grad]
-        if len(learned) != 1:
+    for one in reversed(step.operations):  # from the last on: an operation may hand its own input on
+        if slot not in one.outs:
+            continue
+        learned = [given for given in one.given if step.values[given].requires_grad]
+        if one.kind not in _SAME or len(learned) != 1:
             break
         slot = learned[0]
     return slot
