@@ -67,12 +67,13 @@ class OtherCounts:
         own = {name: Candidate("", "", function) for name, function in _own_counts(task).items()}
         return {key: _Other(own[key[0]], *known) for key, known in self.known.items() if key[0] in own}
 
-    def look(self, task: Task, parts: Sequence[Part], exact: Sequence[Cut], most: int) -> Cut | None:
+    def look(self, task: Task, parts: Sequence[Part], exact: Sequence[Cut], most: int, unit: int) -> Cut | None:
         """Some samples that tell one of them from the own count, where all cuts that were found exact do not.
 
         Args:
             exact: these cuts.
-            most: samples at most.
+            most: units at most.
+            unit: samples of one, which stay together.
 
         Returns:
             The samples; ``None`` where this batch has none.
@@ -81,7 +82,7 @@ class OtherCounts:
         for cut in exact:
             self.tell(task, cut)
         self._met = self._apart_in(task, parts)
-        return self._cut(task, most) if self._met else None
+        return self._cut(task, most, unit) if self._met else None
 
     def tell(self, task: Task, cut: Cut) -> None:
         """Leaves out those that would have weighed the parts of an exact cut otherwise."""
@@ -124,18 +125,19 @@ class OtherCounts:
             self._told.add(key)
             self.known.pop(key, None)
 
-    def _cut(self, task: Task, most: int) -> Cut | None:
+    def _cut(self, task: Task, most: int, unit: int) -> Cut | None:
         others = self._others(task)
-        for batch, samples in _samples(task.splittable):
+        for batch, samples in _samples(task.splittable, unit):
             chosen = dict[int, None]()
             for key in self._met:
-                numbers = [[one.number(sample, 1) for sample in samples] for one in others[key][:2]]
+                numbers = [[one.number(sample, unit) for sample in samples] for one in others[key][:2]]
                 own, other = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 ratios = (other / own).nan_to_num(math.inf)
                 if len(chosen) + 2 <= most and float(ratios.max()) > float(ratios.min()):
                     chosen |= dict.fromkeys([int(ratios.argmin()), int(ratios.argmax())])
-            if len(few := list(chosen)) > 1:
-                return Cut(task.splittable.chosen(few, batch), (len(few) - 1, 1))
+            if len(chosen) > 1:
+                few = [number * unit + row for number in chosen for row in range(unit)]
+                return Cut(task.splittable.chosen(few, batch), (len(few) - unit, unit))
         return None
 
     def _apart_in(self, task: Task, parts: Sequence[Part]) -> set[_Key]:
@@ -195,16 +197,17 @@ def _own_counts(task: Task) -> Mapping[str, Any]:
     return task.count if isinstance(task.count, Mapping) else {"": task.count}
 
 
-def _samples(splittable: Splittable) -> Iterator[tuple[int, list[Any]]]:
-    """The first samples of each batch that can be cut, a batch of one each."""
+def _samples(splittable: Splittable, unit: int) -> Iterator[tuple[int, list[Any]]]:
+    """The first samples of each batch that can be cut, a batch of one unit each."""
     if splittable.collate is not None:
-        yield 0, [splittable.collated(Part([row], 1)) for row in range(min(splittable.rows, _RAW))]
+        starts = range(0, min(splittable.rows, _RAW) - unit + 1, unit)
+        yield 0, [splittable.collated(Part(range(start, start + unit), unit)) for start in starts]
         return
     for batch, layout in enumerate(splittable.layouts):
         if layout.obstacle is None:
-            rows = min(layout.rows, _ROWS)
-            rest = [layout.rows - rows] if layout.rows > rows else []
-            yield batch, list(itertools.islice(split(layout, [1] * rows + rest), rows))
+            units = min(layout.rows, _ROWS) // unit
+            rest = [layout.rows - units * unit] if layout.rows > units * unit else []
+            yield batch, list(itertools.islice(split(layout, [unit] * units + rest), units))
 
 
 def _is_elsewhere(batch: Any) -> bool:

@@ -114,7 +114,7 @@ def prove(
         prover = _Prover(trial, split)
         proof, reason = prover.shown(known)
         if others is not None and proof.exact and reason is None and proof.group == 1:
-            proof, reason = prover.by_count(others) or (proof, reason)
+            proof, reason = prover.by_count(others, proof.unit) or (proof, reason)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
             proof = proof.with_note(f"as long as `{reason.where}` makes no difference")
         if proof.exact and trial.draws_elsewhere:
@@ -162,7 +162,8 @@ class _Prover:
     def shown(self, known: Proof | None) -> Found:
         """What is found; where the user's program fails in a run of its own, that it can't be told."""
         try:
-            return (self.in_groups((known.group,), again=_AGAIN) if known is not None else None) or self.found()
+            is_grouped = known is not None and known.group > 1
+            return (self.in_groups((known.group,), again=_AGAIN) if is_grouped else None) or self.found()
         except Exception as error:
             if isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 raise
@@ -223,7 +224,7 @@ class _Prover:
                 if found[1] is not None:
                     return found
                 if found[0].exact and cuts is not inside:  # what smaller micro-batches give was not seen
-                    whole = replace(found[0], group=max(found[0].group, self._cuts.largest))
+                    whole = replace(found[0], unit=self._cuts.largest)
                     found = (whole if whole.holds_for(self._rows) else found[0]), None
                 return self._as_split(found)
         uncut = self._task.splittable.obstacle
@@ -330,14 +331,14 @@ class _Prover:
                         raise
         return None
 
-    def by_count(self, others: OtherCounts) -> Found | None:
+    def by_count(self, others: OtherCounts, unit: int) -> Found | None:
         """What samples show that another count would weigh otherwise, which gave the same in those compared so far."""
         most = min(MOST, self._cuts.largest) if self._task.is_planned else MOST
         task = replace(self._task, splittable=self._task.splittable.collated_from_copies())
         with tolerated():  # a user's count may take no such batch
             for turn in count():
                 with self._trial.undisturbed():
-                    cut = others.look(task, self._parts, self._exact, most)
+                    cut = others.look(task, self._parts, self._exact, most, unit)
                 if cut is None or turn == _TURNS:
                     break
                 only = partial(repeat, cut)  # as often as it is asked for

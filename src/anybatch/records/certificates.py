@@ -172,6 +172,7 @@ class Proof(Plain):
     dtype: str = ""  # the precision of the comparison, such as ``"float32"``
     update: int | None = None  # the number of updates applied before; ``None`` if they are not counted
     group: int = 1  # samples that stand together and have to stay so; 1 for none
+    unit: int = 1  # samples of the micro-batches that were compared as they are, of which smaller ones were not seen
     is_of_batch: bool = False  # whether which samples belong together lies in the values of a batch
     chunks: tuple[int, ...] = ()  # of time, the numbers of steps in two ways to cut it that were compared
     apart: float = 0.0  # the how far the parts' gradient is from the whole's that is 0 within rounding; else 0
@@ -188,8 +189,11 @@ class Proof(Plain):
 
     def holds_for(self, micro_batches: Iterable[Sequence[int]]) -> bool:
         """Whether it holds for another batch of the same layout, with the rows of its micro-batches given."""
+        unit = max(self.group, self.unit)
+        if unit == 1:
+            return True
         return not self.is_of_batch and all(
-            list(rows) == list(range(rows[0], rows[-1] + 1)) and not rows[0] % self.group and not len(rows) % self.group
+            list(rows) == list(range(rows[0], rows[-1] + 1)) and not rows[0] % unit and not len(rows) % unit
             for rows in micro_batches
         )
 

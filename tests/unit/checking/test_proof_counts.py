@@ -237,3 +237,60 @@ def test_a_loss_that_takes_no_other_labels_has_both() -> None:
 
 def test_a_number_that_can_not_be_counted_is_none() -> None:
     assert Candidate("", "", lambda batch: batch["none"]).number({}, 3) != 0
+
+
+def soft_targets(model: Any, batch: Batch) -> torch.Tensor:
+    return -(model(batch["x"]).log_softmax(1) * batch["t"]).sum() / batch["t"].sum()
+
+
+def of_objects(model: Any, batch: Batch) -> torch.Tensor:
+    there = batch["n"][:, None] > torch.arange(2)
+    apart = (model(batch["x"]).view(-1, 2, 2) - batch["box"]).abs().sum(-1)
+    return (apart * there).sum() / there.sum().clamp(min=1)
+
+
+def with_objects(number: torch.Tensor) -> Batch:
+    return {"x": torch.randn(18, 6), "box": torch.randn(18, 2, 2), "n": number}
+
+
+OF_PLACES = {
+    "soft targets": (
+        soft_targets,
+        lambda: {"x": torch.randn(18, 6), "t": F.one_hot(torch.randint(0, 4, (18,)), 4).float()},
+        lambda: {"x": torch.randn(18, 6), "t": (torch.rand(18, 4) < 0.4).float()},
+        r"batch\['t'\]\.sum\(",
+    ),
+    "objects": (
+        of_objects,
+        lambda: with_objects(torch.full((18,), 2)),
+        lambda: with_objects(torch.randint(0, 3, (18,))),
+        r"batch\['n'\]\.sum\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("kind", OF_PLACES)
+def test_in_micro_batches_of_a_few_samples(kind: str, size: int) -> None:
+    """Of few samples a micro-batch, only micro-batches of this size are compared, and these have to tell."""
+    loss_fn, like_samples, others, told = OF_PLACES[kind]
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=size)
+    assert proofs(step, [like_samples(), like_samples()]) <= 2
+    with pytest.raises(anybatch.NotSplittable, match=told):
+        step(others())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mean_over_samples_of_a_few_a_micro_batch_is_left_alone(size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    step = anybatch.TrainStep(
+        model,
+        lambda model, batch: -(model(batch["x"]).log_softmax(1) * batch["t"]).sum(1).mean(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch_size=size,
+    )
+    _, like_samples, others, _ = OF_PLACES["soft targets"]
+    assert proofs(step, [like_samples(), like_samples(), *(others() for _ in range(6))]) <= 2
