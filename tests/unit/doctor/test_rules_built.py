@@ -229,7 +229,7 @@ def test_next_state_is_state_is_quiet_without_an_answer() -> None:
 def test_head_only_penalised_fires_with_its_size() -> None:
     one = Probed(probe="only penalised", answer="yes", evidence={"rows": 128, "entries": 20})
     found = fires(Training(after=(one,)).run(), "HEAD_ONLY_PENALISED", "warning")
-    assert "whichever of 128 rows the 20 entries of this layer" in found.message
+    assert "whichever of 128 rows the 20 outputs of this layer" in found.message
 
 
 def test_head_only_penalised_is_quiet_without_an_answer() -> None:
