@@ -219,7 +219,7 @@ def test_loss_sign_fires_on_a_loss_without_a_bound() -> None:
 def test_next_state_is_state_fires_with_the_discount() -> None:
     one = Probed(probe="same state", answer="yes", evidence={"discount": 0.98, "rows": 32})
     found = fires(Training(after=(one,)).run(), "NEXT_STATE_IS_STATE", "warning")
-    assert "0.98 times a value of the same 32 states" in found.message
+    assert "0.98 times the value of the same 32 states" in found.message
 
 
 def test_next_state_is_state_is_quiet_without_an_answer() -> None:
