@@ -457,7 +457,7 @@ EXPECTED = {
     "hook of wrong shape": ("TENSOR_MISUSED", {"message": "hook", "fix": "hook"}),
     "function one gradient": ("TENSOR_MISUSED", {"message": "Scale", "fix": "None"}),
     "sparse add": ("SPARSE_GRADIENT", {"message": "sparse", "fix": "sparse=False"}),
-    "no GPU": ("DEVICE_UNAVAILABLE", {"message": "device that torch has not", "fix": ".to(device)"}),
+    "no GPU": ("DEVICE_UNAVAILABLE", {"message": "device that torch does not have", "fix": ".to(device)"}),
     "written in a helper": ("INPLACE_ON_SAVED", {"message": "state[:, 1:] += change", "fix": "clone"}),
     "number indexed": ("SHAPE_MISMATCH", {"message": "loss.data[0]", "fix": "loss.data.item()"}),
     "double backward": ("LOSS_NO_GRAD", {"message": "penalty"}),

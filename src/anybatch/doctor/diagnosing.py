@@ -397,7 +397,7 @@ def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str])
         return "undecided", "no optimizer stepped"
     unseen = _unseen(run)
     if unseen:
-        return "undecided", f"not every trained parameter was looked at and named: {listed(unseen)}"
+        return "undecided", f"not every trained parameter was examined: {listed(unseen)}"
     found = outcome(run)
     if ended.exit_code == INTERRUPTED:
         return "undecided", f"it was interrupted, and {found.said}"

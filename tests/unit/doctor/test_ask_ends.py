@@ -55,7 +55,7 @@ def test_class_uncounted_fires_where_the_end_is_padding(whole: bool) -> None:
         return of(lambda: train(Speaker(whole=whole), texts(1, end, whole=whole), 200, ignoring()), ask=True)
 
     silent(speaks(0), "CLASS_UNCOUNTED")
-    assert "where to end" in fires(speaks(1), "CLASS_UNCOUNTED", "warning").message
+    assert "where to stop" in fires(speaks(1), "CLASS_UNCOUNTED", "warning").message
 
 
 @pytest.mark.parametrize("batches", [
@@ -74,6 +74,6 @@ def test_class_uncounted_fires_on_rows_of_one_width_where_the_model_knows_its_en
 
     run = of(speak, ask=True)
     if told:
-        assert "where to end" in fires(run, "CLASS_UNCOUNTED", "warning").message
+        assert "where to stop" in fires(run, "CLASS_UNCOUNTED", "warning").message
     else:
         silent(run, "CLASS_UNCOUNTED")

@@ -108,7 +108,7 @@ def test_what_is_right_by_chance_alone_is_not_learned(label: str, value: float, 
         steps=120, loss=lambda step: 1.6 - 0.003 * step, call=call(guess=1.61, classes=5), after=(said,)
     )  # fmt: skip
     found = outcome(little.run())
-    assert (found.word, "guesses one of 5 classes" in found.said) == (word, word == "undecided")
+    assert (found.word, "guessing among 5 classes" in found.said) == (word, word == "undecided")
 
 
 def masks(*, other: bool, with_channel: bool, steps: int = 160) -> Doctor:

@@ -277,7 +277,7 @@ def test_an_evaluation_with_numbers_of_tasks_is_no_sampling(numbers: list[int]) 
 
 @pytest.mark.parametrize(
     ("answer", "line", "expected"),
-    [("no", 7, "0.5 times the mean square"), ("unknown", 7, "was not looked at"), ("yes", 7, ""), ("unknown", 0, "")],
+    [("no", 7, "0.5 times the mean square"), ("unknown", 7, "were not examined"), ("yes", 7, ""), ("unknown", 0, "")],
 )
 def test_what_a_sampler_is_given_keeps_a_run_from_being_called_learning(answer: str, line: int, expected: str) -> None:
     seen = {"times": 0.5, "level": 9.0} if answer == "no" else {}

@@ -148,7 +148,7 @@ def cleared_too_late() -> None:
 def test_a_clearing_behind_the_backward_is_what_is_moved_by_its_own_name() -> None:
     one = found_in(cleared_too_late)[0]
     assert (one.name, one.place.line) == ("ZERO_GRAD_BEFORE_STEP", line_of("late"))
-    assert one.fix.startswith("move net.zero_grad() in front of")
+    assert one.fix.startswith("move net.zero_grad() before")
 
 
 @pytest.mark.parametrize("steps", [5, 40])

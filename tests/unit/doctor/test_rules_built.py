@@ -219,7 +219,7 @@ def test_loss_sign_fires_on_a_loss_without_a_bound() -> None:
 def test_next_state_is_state_fires_with_the_discount() -> None:
     one = Probed(probe="same state", answer="yes", evidence={"discount": 0.98, "rows": 32})
     found = fires(Training(after=(one,)).run(), "NEXT_STATE_IS_STATE", "warning")
-    assert "0.98 times a value of the same 32 states" in found.message
+    assert "0.98 times the value of the same 32 states" in found.message
 
 
 def test_next_state_is_state_is_quiet_without_an_answer() -> None:
@@ -229,7 +229,7 @@ def test_next_state_is_state_is_quiet_without_an_answer() -> None:
 def test_head_only_penalised_fires_with_its_size() -> None:
     one = Probed(probe="only penalised", answer="yes", evidence={"rows": 128, "entries": 20})
     found = fires(Training(after=(one,)).run(), "HEAD_ONLY_PENALISED", "warning")
-    assert "whichever of 128 rows the 20 entries of this layer" in found.message
+    assert "whichever of 128 rows the 20 outputs of this layer" in found.message
 
 
 def test_head_only_penalised_is_quiet_without_an_answer() -> None:

@@ -15,7 +15,9 @@ def test_evaluation_inputs_fires_where_sampling_gives_levels_that_were_not_train
     both("sampling level", "EVALUATION_INPUTS")
 
 
-@pytest.mark.parametrize(("probe", "word"), [("distance as score", "distances"), ("drawn near", "640 rows")])
+@pytest.mark.parametrize(
+    ("probe", "word"), [("distance as score", "distances"), ("drawn near", "640 randomly drawn rows")]
+)
 def test_loss_sign_fires_where_scores_go_the_wrong_way(probe: str, word: str) -> None:
     run = replace(asked(probe, "yes"), loss=flat).run()
     assert word in fires(run, "LOSS_SIGN", "error").message
@@ -24,7 +26,7 @@ def test_loss_sign_fires_where_scores_go_the_wrong_way(probe: str, word: str) ->
 
 
 def test_target_given_fires_where_a_place_is_given_its_target() -> None:
-    assert "9 places" in fires(asked("given at its place", "yes").run(), "TARGET_GIVEN", "warning").message
+    assert "9 positions" in fires(asked("given at its place", "yes").run(), "TARGET_GIVEN", "warning").message
     both("given at its place", "TARGET_GIVEN")
 
 
@@ -45,8 +47,8 @@ def test_mask_inverted_fires_where_a_mask_hides_nothing() -> None:
 @pytest.mark.parametrize(
     ("probe", "name", "severity", "word"),
     [
-        ("flattened apart", "LABELS_UNRELATED", "error", "32 samples with 8 numbers"),
-        ("detached draw", "GRAPH_CUT", "warning", "The mean of what is drawn"),
+        ("flattened apart", "LABELS_UNRELATED", "error", "32 samples with 8 positions"),
+        ("detached draw", "GRAPH_CUT", "warning", "The mean of the noisy sample"),
         ("unit columns", "SOFTMAX_DIM", "error", "32 columns"),
     ],
 )

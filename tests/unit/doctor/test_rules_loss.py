@@ -63,7 +63,7 @@ def test_double_activation_names_no_softmax_where_there_is_none_and_tells_argume
     assert "softmax;" not in fires(run, "DOUBLE_ACTIVATION", "error").message
     assert "softmax;" in fires(Training(call=given).run(), "DOUBLE_ACTIVATION", "error").message
     turned_round = Training(call=replace(given, target_requires_grad=True), every=lambda step: [walk]).run()
-    assert "changed places" in fires(turned_round, "DOUBLE_ACTIVATION", "error").message
+    assert "swapped" in fires(turned_round, "DOUBLE_ACTIVATION", "error").message
 
 
 def test_double_activation_fires_on_what_the_graph_shows() -> None:

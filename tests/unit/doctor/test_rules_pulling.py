@@ -21,7 +21,7 @@ def test_evaluation_scaled_fires_where_a_scaler_is_fitted_anew() -> None:
 
 def test_positives_mispaired_fires_where_far_pairs_are_brought_together() -> None:
     found = fires(asked("far pairs", "yes").run(), "POSITIVES_MISPAIRED", "warning")
-    assert "brings 30 pairs together" in found.message
+    assert "pulls 30 pairs together" in found.message
     quiet(asked("far pairs", "no").run(), "POSITIVES_MISPAIRED")
 
 

@@ -49,7 +49,7 @@ def test_opt_param_missing_fires_on_a_group_that_an_iterator_left_empty(used_up:
             built.clear(number)
             built.backward(own if again or not number else own[2:])
             built.step(number, with_grad=2)
-    found = [one for one in findings(built, "OPT_PARAM_MISSING") if "made anew" in one.message]
+    found = [one for one in findings(built, "OPT_PARAM_MISSING") if "re-created" in one.message]
     assert [one.evidence["group"] for one in found] == [0] * (used_up and again)
 
 
@@ -77,7 +77,7 @@ def test_opt_param_missing_is_quiet_on_an_empty_group_of_another_net(trained: bo
         step(0)
     made(1, second, ())
     step(*((1, 0) if goes_on else (1,)))
-    assert not [one for one in findings(built, "OPT_PARAM_MISSING") if "made anew" in one.message]
+    assert not [one for one in findings(built, "OPT_PARAM_MISSING") if "re-created" in one.message]
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -279,7 +279,7 @@ def made_anew(times: int = 3, **facts: Any) -> RunBuilder:
 def test_opt_state_reset_fires_on_a_new_adam_in_each_epoch() -> None:
     (one,) = findings(made_anew(), "OPT_STATE_RESET")
     assert one.severity == "warning"
-    assert "made anew 2 times" in one.message
+    assert "re-created 2 times" in one.message
     assert one.place.optimizer == "adam"
 
 
@@ -530,7 +530,7 @@ def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = (), shape: tuple
 def test_param_unused_fires_where_only_the_last_layer_of_a_list_is_used() -> None:
     (one,) = findings(listed((0, 1)), "PARAM_UNUSED")
     assert one.severity == "warning"
-    assert "blocks.2 gives takes its place" in one.message
+    assert "the output of blocks.2 replaces it" in one.message
     assert "x = layer(x)" in one.fix
 
 

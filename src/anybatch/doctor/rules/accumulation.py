@@ -106,9 +106,8 @@ def accum_first_window(run: Run) -> Iterator[Found]:
         yield Found(
             text=f"The first {one}.step(){near(step)} uses {counted(len(first.used), 'backward')}, the next ones "
             f"{count}.",
-            fix=f"if (i + 1) % {count} == 0:  # instead of i % {count} == 0, in front of {one}.step()",
-            cause="The condition of the step is already true for the first micro-batch, so that all windows are "
-            "shifted.",
+            fix=f"if (i + 1) % {count} == 0:  # instead of i % {count} == 0, before {one}.step()",
+            cause="The condition of the step is already true for the first micro-batch, so every window is shifted.",
             since=step,
             step=0,
             optimizer=one.number,
@@ -254,8 +253,8 @@ def accum_divided_twice(
             text=f"The losses of {count} micro-batches{near(call or back)} are divided by {count} twice: the gradient "
             f"is 1/{count} of that of the whole batch.",
             fix=f"divide the loss once: what accumulates{near(back)} takes the mean of the micro-batches itself",
-            cause="anybatch's steps, and accelerator.backward of Accelerate, weigh each micro-batch; a loss / n that "
-            "is left from a loop by hand divides once more.",
+            cause="anybatch's steps, and accelerator.backward of Accelerate, weight each micro-batch; a loss / n left "
+            "over from a hand-written loop divides once more.",
             since=back,
             step=_number(whole[2].step),
             where=call or back,
@@ -297,7 +296,7 @@ def accum_unequal_weight(
         back = window.used[0].fact
         yield Found(
             text=f"The micro-batches of a step have {min(items)} to {max(items)} targets{near(back)}, but their means "
-            f"weigh the same: a target counts up to {max(ratios):.1f} times as much as another.",
+            f"have equal weight: a target counts up to {max(ratios):.1f} times as much as another.",
             fix='loss = F.cross_entropy(..., reduction="sum") / total_targets_of_the_whole_batch  # as TrainStep does '
             "with the batches of anybatch.windows(loader, batches=...)",
             cause="A mean divides by the targets of its own micro-batch; the sum of such means is not the mean of all.",

@@ -61,9 +61,9 @@ def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start
         one for one in _clips(run) if one.tensors and not one.optimizers and any(run.of(Stepped)) and run.optimizers
     ]
     for found, what, fix in (
-        (late, "comes after the step that it should have protected", "move it between the backward and the step"),
-        (empty, "is given parameters without any gradient", "call it after the backward, with all parameters"),
-        (foreign, "is given parameters that no optimizer has", "give it the parameters of the optimizer"),
+        (late, "comes after the step that it should have limited", "move it between the backward and the step"),
+        (empty, "gets parameters without any gradient", "call it after the backward, with all parameters"),
+        (foreign, "gets parameters that no optimizer has", "pass the parameters of the optimizer"),
     ):
         for spot in sorted({(one.file, one.line) for one in found}):
             here, right = ([one for one in every if (one.file, one.line) == spot] for every in (found, useful))
@@ -75,7 +75,7 @@ def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start
             yield Found(
                 text=f"{_call(here[0])}{near(here[0])} {what}: {counted(len(here), 'call')} without effect.",
                 fix=f"torch.nn.utils.{_call(here[0])}({_trained(run)}, {here[0].limit:g})  # {fix}",
-                cause="Only gradients that are there, and that a later step uses, can be clipped.",
+                cause="Only existing gradients that a later step uses can be clipped.",
                 since=here[0] if right else 0,  # what was never clipped was free to explode from the first step on
                 where=(here[0].file, here[0].line),
                 step=here[min(2, len(here) - 1)],
@@ -218,7 +218,7 @@ def grad_underflow(
         "exactly zero: float16 without a scaled loss.",
         fix=f"scaler.scale(loss).backward(); scaler.step({OptimizerView(run, sample.optimizer)}); scaler.update()"
         "  # or torch.bfloat16",
-        cause="float16 has no numbers below 6e-8, so that small gradients become zero.",
+        cause="float16 has no numbers below 6e-8, so small gradients become zero.",
         since=sample,
         where=NOWHERE,
         step=seen[min(2, len(seen) - 1)][0].number,

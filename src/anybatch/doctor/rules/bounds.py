@@ -217,7 +217,7 @@ def _turned(run: Run) -> Iterator[Found]:
         text=f"backward is called on minus {call.function}: the loss is {value:.4g}, and {call.function} grows from "
         f"{loss:.4g} to {turned[-1][3]:.4g}.",
         fix="loss.backward() without the minus",
-        cause="The optimizer minimises, so that a loss with a minus makes the model worse at every step.",
+        cause="The optimizer minimises, so a negated loss makes the model worse at every step.",
         since=back,
         step=turned[2][0],
         evidence={"value": value, "loss_first": loss, "loss_last": turned[-1][3]},
@@ -244,10 +244,9 @@ def _unbounded(run: Run, faster: float, absurd: float) -> Iterator[Found]:
     yield Found(
         text=f"The loss goes from {went.first:.4g} to {last:.4g}{', and falls faster and faster' * speeds_up}: nothing "
         "bounds it from below.",
-        fix="print each term of the loss, and turn the sign of the one that falls; "
-        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean(); or give it a bound, as by .clamp(min=0)",
-        cause="A term that should become small has the wrong sign, or lacks a bound, so that it is made as large as "
-        "possible.",
+        fix="print each term of the loss, and flip the sign of the one that falls; "
+        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean(); or bound it, such as by .clamp(min=0)",
+        cause="A term that should become small has the wrong sign or no bound, so it is made as large as possible.",
         since=next(one for one in run.of(Backward) if one.at == went.ats[0]),
         step=went.steps[len(values) // 2],
         evidence={"loss_first": went.first, "loss_last": last},
@@ -294,8 +293,8 @@ def not_learning(
         seen, asked = found.unrelated.evidence, found.unrelated
         moved = "the targets" if asked.probe == "related" else "one of the inputs"
         yield Found(
-            text=f"It did not learn: after {found.steps} steps the loss of a batch is {seen['loss']:.4g}, and with "
-            f"{moved} of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
+            text=f"It did not learn: after {found.steps} steps the loss on a batch is {seen['loss']:.4g}, and with "
+            f"{moved} of other rows {seen['others']:.4g}: the predictions have nothing to do with the rows.",
             fix=_LOOK.format("target"),
             cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",
             since=end,
@@ -304,8 +303,8 @@ def not_learning(
         )
     if found.call is not None:
         yield Found(
-            text=f"It did not learn: {found.call.function} ends at {found.last:.4g} after {found.steps} steps, and the "
-            f"best guess that is the same for every input gives {found.guess:.4g}.",
+            text=f"It did not learn: {found.call.function} ends at {found.last:.4g} after {found.steps} steps, and "
+            f"the best constant guess gives {found.guess:.4g}.",
             fix=_LOOK.format("label"),
             cause="Nothing that was learned depends on the input.",
             since=end,
@@ -316,7 +315,7 @@ def not_learning(
 
 
 _LOOK = (
-    "look at some pairs of input and {} as the loop gets them, and try whether it can learn 10 of them by heart "
+    "look at some pairs of input and {} as the loop gets them, and try whether the model can memorise 10 of them "
     "(anybatch doctor --active)"
 )
 

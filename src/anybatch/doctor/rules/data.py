@@ -115,7 +115,9 @@ def _inputs(run: Run, far: float, share: float, small: float) -> Iterator[Found]
         seen: dict[str, float] = {}
         if one.small_columns >= small:
             pixels = (one.low or 0.0) >= 0 and 100 < (one.high or 0.0) <= 255
-            fix = "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows, before the split in batches"
+            fix = (
+                "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows, before splitting into batches"
+            )
             fix = "x = x / 255" if pixels and one.shape[-1] >= _OF_PICTURES else fix
             apart = f", while {one.small_columns:.0%} of its columns have less than a tenth of that"
             seen = {"small_columns": one.small_columns}
@@ -123,7 +125,7 @@ def _inputs(run: Run, far: float, share: float, small: float) -> Iterator[Found]
             text=f"The input {one.name or '0'} of {root_variable(run, one.root)} has mean {mean:.3g} and standard "
             f"deviation {std:.3g}{apart}, and its first layer ({one.first or 'unknown'}) is no norm layer.",
             fix=fix,
-            cause="Initialisations and learning rates are made for numbers around 1.",
+            cause="Initialisations and learning rates are designed for numbers around 1.",
             since=one,
             where=first_call(run, one.root),
             module=_entrance(run, one),
@@ -146,8 +148,8 @@ def _drifting(run: Run, times: float) -> Iterator[Found]:
             yield Found(
                 text=f"The input {then.name or '0'} of {root_variable(run, then.root)} shrinks in the course "
                 f"of the run: its root mean square is {first:.3g} at first and {last:.3g} at the end.",
-                fix="x = x / 255 in place of x /= 255: a new tensor, and not the one that the data set keeps",
-                cause="What scales a sample in place scales the data set, and does so again in each epoch.",
+                fix="x = x / 255 instead of x /= 255: a new tensor, not the one that the data set keeps",
+                cause="Scaling a sample in place scales the data set itself, again in each epoch.",
                 since=then,
                 where=first_call(run, then.root),
                 module=_entrance(run, then),
@@ -193,7 +195,7 @@ def _targets(run: Run, far: float, share: float) -> Iterator[Found]:
             text=f"The targets of {call.function} have mean {call.target_mean:.3g} and standard deviation "
             f"{call.target_std:.3g}; the loss begins at {first:.3g}.",
             fix=f"y = (y - {call.target_mean:.3g}) / {call.target_std or 1.0:.3g}  # and back for predictions",
-            cause="Errors of this size give gradients of this size; learning rates are made for numbers around 1.",
+            cause="Errors of this size give gradients of this size; learning rates are designed for numbers around 1.",
             since=call,
             evidence={"target_mean": call.target_mean, "target_std": call.target_std, "loss_first": first},
         )
@@ -264,7 +266,7 @@ def data_order(
         text=f"{len(single)} of {len(calls)} batches have targets of one class only, of {max(calls[0].classes, 2)}"
         + (" (the DataLoader does not shuffle)." if unshuffled else "."),
         fix="DataLoader(..., shuffle=True)" if loaders else "order = torch.randperm(len(x)); x, y = x[order], y[order]",
-        cause="The data are sorted by class, so that each class is learned and forgotten in turn.",
+        cause="The data are sorted by class, so each class is learned and forgotten in turn.",
         since=single[0],
         step=single[4 if len(single) > 4 else -1],
         where=loaders[0] if loaders else calls[0],
@@ -294,7 +296,7 @@ def data_repeated(
             twice = _within_epochs(run, seen, starts)
             why = f"{len(twice)} of {len(seen)} batches are copies of another one in the same epoch"
             seeds = (
-                "in worker_init_fn, seed what the data set draws from by torch.initial_seed(), which differs in each "
+                "in worker_init_fn, seed the data set's generator with torch.initial_seed(), which differs in each "
                 "worker: get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())"
             )
             is_fault = len(twice) >= copies and not _reused(run, starts)
@@ -310,9 +312,9 @@ def _never_drawn(run: Run) -> Iterator[Found]:
     for one in few[:1]:
         yield Found(
             text=f"The sampler has {one.weights} weights for {one.rows} samples: the first {one.weights} of them are "
-            "drawn again and again, and no other one ever.",
-            fix="WeightedRandomSampler(class_weights[targets], len(targets))  # a weight for each sample",
-            cause="The weights are those of the classes, and not of the samples.",
+            "drawn over and over, and the others never.",
+            fix="WeightedRandomSampler(class_weights[targets], len(targets))  # one weight per sample",
+            cause="The weights are per class, not per sample.",
             since=one,
             evidence={"weights": one.weights, "rows": one.rows},
         )
@@ -325,7 +327,7 @@ def _always_the_same(run: Run, samples: list[InputSample], long: float) -> Itera
     for starts in drawn.values():
         fresh = {one.step for one in starts} & steps
         if len({one.step for one in samples} & fresh) >= len(samples) - 2:
-            yield _repeated(run, starts[0], samples, "the loader is started anew for every step",
+            yield _repeated(run, starts[0], samples, "the loader is restarted for every step",
                             "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
     if (looped := looped_for(run, samples)) is not None:
         why = "the loop draws batches from the loader, and uses none of them"
@@ -380,7 +382,7 @@ def _within_epochs(run: Run, samples: list[InputSample], starts: list[Epoch]) ->
 
 def _repeated(run: Run, loader: Epoch, samples: list[InputSample], why: str, fix: str) -> Found:
     return Found(
-        text=f"{root_variable(run, samples[0].root)} gets the same batch again and again: {why}.",
+        text=f"{root_variable(run, samples[0].root)} gets the same batch repeatedly: {why}.",
         fix=fix,
         cause="Only a part of the data is seen, and that part is overfitted.",
         since=samples[0],

@@ -33,8 +33,8 @@ from anybatch.records.tables import ParameterFacts
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
 _MODES = frozenset({"no_grad", "inference_mode"})
 _FUNCTIONAL = (
-    "torch.func.functional_call(model, weights, (x,)) instead of a copy{line}, with the model's own weights or with "
-    "what is computed of them"
+    "torch.func.functional_call(model, weights, (x,)) instead of a copy{line}, with the model's own weights or "
+    "weights computed from them"
 )
 REMEDIES = {
     "detach": "remove .detach(){line}",
@@ -45,7 +45,7 @@ REMEDIES = {
     "item": "keep the tensor instead of the number of .item(){line}",
     "numpy": "compute with torch instead of numpy{line}",
     "tensor": "torch.stack([...]) of the tensors instead of torch.tensor([...]){line}",
-    "sample": ".rsample() in the place of .sample(){line}; for discrete draws F.gumbel_softmax, or a loss of log_prob",
+    "sample": ".rsample() instead of .sample(){line}; for discrete variables F.gumbel_softmax, or a loss of log_prob",
     "argmax": "torch.softmax(scores, dim=-1) instead of argmax, or F.gumbel_softmax(scores, hard=True){line}",
     "no_grad": "take the call out of torch.no_grad(){line}",
     "inference_mode": "take the call out of torch.inference_mode(){line}",
@@ -117,7 +117,7 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
             text=f"{names} {names:gets|get} no gradient in any of {counted(count, 'backward')}: {way}"
             f"{f' in {stop.module}' if stop.module else ''}{at_line(file, number)}.",
             fix=fix.format(op=stop.op, line=line),
-            cause=stop.message or f"What {stop.op} gives has no graph behind it, so that nothing before it is trained.",
+            cause=stop.message or f"The result of {stop.op} has no graph, so nothing before it is trained.",
             since=passes(run)[0].fact if copied else cut.at,
             step=cut.step,
             where=(file, number),
@@ -215,19 +215,17 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     why = "its gradient is zero everywhere", f"{op} gives steps"
     fix = f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient"
     if op == "normal":
-        fix = (
-            "y = mean + std * torch.randn_like(mean)  # in place of torch.normal(mean, std): the draw has a gradient so"
-        )
+        fix = "y = mean + std * torch.randn_like(mean)  # instead of torch.normal(mean, std): this draw has a gradient"
         why = why[0], "normal draws numbers that no longer depend on its mean and std for autograd"
     if same is not None:
-        why = "it gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
-        fix = f"print the shape of what {op} is given: its axis needs more than one entry"
+        why = "it returns the same, whatever its input", "Along an axis with one entry nothing can differ"
+        fix = f"print the shape of what {op} receives: its axis needs more than one entry"
     place = next((one for one in run.answers("flat") if one.evidence["op"] == op), back)
     yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
         f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and {why[0]}.",
         fix=fix,
-        cause=f"{why[1]}: the loss does not change with what goes into it, so that nothing before it in "
+        cause=f"{why[1]}: the loss does not depend on its input, so nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
         where=place,
@@ -251,7 +249,7 @@ def _recurrent(run: Run, seen: Mapping[int, Sequence[float]], zero: list[int], b
     zero = unread or once
     names, one, samples = names_of(run, zero), run.parameters[zero[0]], len(seen[zero[0]])
     layer = module_code(run, one.root, one.module)
-    why = f"what they make in {layer} is in no loss"
+    why = f"their output in {layer} is in no loss"
     fix = "torch.cat([hidden[-2], hidden[-1]], 1)  # the last layer has a state for each of its two directions"
     cause = "Of two directions hidden[-1] is the second one alone, and of several layers hidden[0] is not the last."
     if not unread:
@@ -296,7 +294,7 @@ def no_grad_active(run: Run, *, steps: float = Limit(3, "the first ones may be a
             text=f"{variable} is only called under {mode}{near(first)}: {names} of the optimizer {names:gets|get} no "
             "gradient.",
             fix=f"call {variable} outside of torch.no_grad(){near(first)}",
-            cause=f"Under {mode} no graph is recorded, so that no loss reaches the model.",
+            cause=f"Under {mode} no graph is recorded, so no loss reaches the model.",
             since=first,
             step=done[min(2, len(done) - 1)],
             parameters=lost,
@@ -335,7 +333,7 @@ def ckpt_no_input_grad(run: Run) -> Iterator[Found]:
         "requires gradients.",
         fix="checkpoint(..., use_reentrant=False)"
         + (f"  # or {root_variable(run, root)}.enable_input_require_grads()" if of_transformers else ""),
-        cause="A reentrant checkpoint records a graph only if one of its inputs requires gradients; behind frozen "
+        cause="A reentrant checkpoint records a graph only if one of its inputs requires gradients; after frozen "
         "layers none does.",
         since=first,
         where=stops[-1][1] if stops and stops[-1][1].file else None,
@@ -361,8 +359,8 @@ def sample_cuts_gradient(
         if len({one.step for one in (first, *rest)}) >= steps:
             yield Found(
                 text=f"What {first.distribution}.sample() draws{near(first)} goes into "
-                f"{qualified(run, first.root, first.module)}: no gradient passes it, and the loss behind it does not "
-                "train what the distribution is made of.",
+                f"{qualified(run, first.root, first.module)}: no gradient passes through it, and the loss does not "
+                "train the distribution's parameters.",
                 fix=first.code.replace(".sample(", ".rsample(") if first.code.count(".sample(") == 1 else ".rsample()",
                 cause="sample() draws under no_grad; rsample() computes the draw from the parameters and from noise.",
                 since=first,
@@ -378,9 +376,9 @@ def _of_normal(run: Run, least: float) -> Iterator[Found]:
     if len(walks) < least or any(run.of(Scored)) or any(_zero_gradients(run)):
         return
     yield Found(
-        text="torch.normal(mean, std) draws on the way to the loss, and its gradient is zero everywhere: the loss "
-        "behind it does not train what its mean and scale are made of.",
-        fix="mean + std * torch.randn_like(std)  # in the place of torch.normal(mean, std)",
+        text="torch.normal(mean, std) samples on the path to the loss, and its gradient is zero everywhere: the loss "
+        "does not train the layers that compute its mean and scale.",
+        fix="mean + std * torch.randn_like(std)  # instead of torch.normal(mean, std)",
         cause="A draw of torch.normal is a constant for autograd; with noise that is scaled and shifted the gradient "
         "passes.",
         since=walks[0],

@@ -84,7 +84,7 @@ def _constant(run: Run, seen: Followed, term: Term, which: str) -> Found:
     else:
         line = f" in {PurePath(cut.file).name}:{cut.line}" if cut.line else ""
         fix = REMEDIES.get(cut.op, "remove {op}{line}").format(op=by, line=line)
-        fix += f", on the way into {term.op}{near(term)}" if term.line not in (0, cut.line) else ""
+        fix += f", on its way into {term.op}{near(term)}" if term.line not in (0, cut.line) else ""
         cause = f"The graph ends at {by}, before the term is computed."
     return Found(
         text=f"{what}: {counted(term.stopped, 'parameter')} went into it, and none is trained by it.",
@@ -289,7 +289,7 @@ def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
             text=f"The backward{near(leak.fact)} of the loss that {theirs} minimises also puts gradient on "
             f"{names_of(run, reached)}, and {one} steps with it.",
             fix=f"detach what {root_variable(run, run.parameters[min(reached)].root)} gives before it enters this "
-            f"loss, or call {one}.zero_grad() in front of the backward of its own loss",
+            f"loss, or call {one}.zero_grad() before the backward of its own loss",
             cause=f"The gradient of another loss is still there when {one} steps: nothing detached or cleared it.",
             since=leak.fact,
             step=step.number,
@@ -368,7 +368,7 @@ def _moving_target(run: Run, bad: list[tuple[LossCall, int]]) -> Found:
     return Found(
         text=f"The target of {call.function}{near(call)} is computed from {names}, "
         f"{'which is' if other < 0 else 'both of which are'} trained, and carries a gradient.",
-        fix="target = target.detach()  # detach() gives a new tensor and leaves the old one as it is"
+        fix="target = target.detach()  # detach() returns a new tensor and leaves the old one unchanged"
         if other < 0
         else "with torch.no_grad(): ...  # around the target, and leave the network that computes it out of the "
         "optimizer",

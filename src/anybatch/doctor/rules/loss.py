@@ -121,7 +121,7 @@ def _probabilities(
     if changed_places:
         of_logarithms["kl_div"] = "F.kl_div(scores.log_softmax(-1), target, reduction='batchmean')"
     return Found(
-        text=f"{function} gets {given} first, and what the model makes as their target: the two have changed places."
+        text=f"{function} gets {given} first, and the model's output as the target: the two are swapped."
         if changed_places
         else f"{function} gets {given} where it takes {takes}.",
         fix=of_logarithms.get(function, f"{of_scores} ({module})" if module else of_scores),
@@ -212,7 +212,7 @@ def _compared(
     )
 
 
-_MEASURED = "The shapes are broadcast in an evaluation: what it measures is no error of the predictions."
+_MEASURED = "The shapes are broadcast in an evaluation: it does not measure the error of the predictions."
 _BROADCAST = "The shapes are broadcast, and the best such a model can do is to predict the mean of the targets."
 
 
@@ -340,7 +340,7 @@ def _beside_classes(run: Run) -> Iterator[Found]:
             text=f"{function} gets logarithms of a softmax along dim {dim} of {dims}, over {size} entries, where it "
             f"takes those along dim {classes}, over the {call.input_shape[classes]} classes.",
             fix=f"log_softmax(dim={_CLASS_DIMS[function]})",
-            cause="The probabilities of the classes at one place do not sum to 1, so the loss is no likelihood.",
+            cause="The class probabilities at one position do not sum to 1, so the loss is not a likelihood.",
             since=call,
             step=wrong[1][0],
             evidence={"dim": dim, "dims": dims, "size": size, "graphs": len(wrong), "classes": classes},
@@ -413,9 +413,9 @@ def _not_shifted(run: Run, batches: float) -> Iterator[Found]:
         if not probed.evidence.get("back") or probed.evidence.get("shifted"):
             continue  # a tagger may look at each token alone, and a decoder may shift its tokens itself
         yield Found(
-            text=f"The targets of {calls[0].function} are the tokens that the model is given at the same places: it "
-            "has nothing to predict, and learns to copy its input.",
-            fix="loss over scores[:, :-1] and ids[:, 1:]  # each place predicts the next token",
+            text=f"The targets of {calls[0].function} are the tokens that the model is given at the same positions: "
+            "it has nothing to predict and learns to copy its input.",
+            fix="loss over scores[:, :-1] and ids[:, 1:]  # each position predicts the next token",
             cause="Inputs and targets were cut from the same tokens, without the shift by one.",
             since=calls[0],
             evidence={"shift": 0, "batches": len(calls)},
@@ -460,9 +460,9 @@ def _beyond(run: Run, calls: list[LossCall], activation: str, outside: float) ->
     if is_zero and len(beyond) < len(looked):
         name = _model(run, calls[0])
         yield Found(
-            text=f"The output of {name} goes through a {activation} and is 0 for every input at the end: nothing in "
-            "front of it gets a gradient any more.",
-            fix=f"remove the {activation} behind the last layer of {name}; F.softplus keeps it positive",
+            text=f"The output of {name} goes through a {activation} and is 0 for every input at the end: nothing "
+            "before it gets a gradient any more.",
+            fix=f"remove the {activation} after the last layer of {name}; F.softplus keeps it positive",
             cause="Where all that goes into a relu is negative, its gradient is 0, and it stays so.",
             since=calls[0],
         )
@@ -473,7 +473,7 @@ def _beyond(run: Run, calls: list[LossCall], activation: str, outside: float) ->
     yield Found(
         text=f"The output of {name} goes through a {activation} and is {limits}; the targets of {call.function} go "
         f"from {call.target_low:.4g} to {call.target_high:.4g}.",
-        fix=f"remove the {activation} behind the last layer of {name}, or scale the targets into its range",
+        fix=f"remove the {activation} after the last layer of {name}, or scale the targets into its range",
         cause=f"What lies outside of the range of a {activation} can't be learned.",
         since=call,
         step=beyond[1],
@@ -491,8 +491,8 @@ def _bounded(run: Run, calls: list[LossCall], activation: str) -> Found:
     call, name = calls[0], _model(run, calls[0])
     what = "can't be negative" if activation == "relu" else "lie between -1 and 1"
     return Found(
-        text=f"The scores that {call.function} gets come out of a {activation}, so that they {what}.",
-        fix=f"remove the {activation} behind the last layer of {name}: {call.function} takes scores of any size",
+        text=f"The scores that {call.function} gets come out of a {activation}, so they {what}.",
+        fix=f"remove the {activation} after the last layer of {name}: {call.function} takes scores of any size",
         cause="Scores at zero get no gradient through a relu."
         if activation == "relu"
         else "Scores so close together can't be sure of anything, so the loss can't become small.",

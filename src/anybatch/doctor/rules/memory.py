@@ -44,7 +44,7 @@ def graph_grows(
         yield Found(
             text=f"The graph of the loss{near(back)} grows from {first.nodes:,} to {last.nodes:,} nodes in "
             f"{counted(max(last.step - first.step, len(row) - 1), 'step')}: it goes on into earlier steps{source}.",
-            fix="detach what is carried from one step to the next: state = state.detach()"
+            fix="detach the state that is carried from one step to the next: state = state.detach()"
             + ("; and leave out retain_graph=True" if retain else ""),
             cause="A tensor of an earlier step still has its graph and is used again.",
             since=row[1][0],
@@ -92,10 +92,10 @@ def graph_kept_in_log(run: Run, *, samples: float = Limit(5, "in a row, with mor
     yield Found(
         text=f"{'Outputs' if outputs else 'Losses'} of {last.graphs} earlier steps are alive with their graphs after "
         f"{counted(last.step, 'step')}, one more with each step.",
-        fix="outputs.append(output.detach())  # .detach() wherever an output of the model is kept"
+        fix="outputs.append(output.detach())  # .detach() wherever a model output is stored"
         if outputs
-        else "total += loss.item()  # loss.item() or loss.detach() wherever a loss is kept",
-        cause="Outputs of the model that are kept, in a list for example, keep the graph of each step."
+        else "total += loss.item()  # loss.item() or loss.detach() wherever a loss is stored",
+        cause="Model outputs that are stored, in a list for example, keep the graph of each step alive."
         if outputs
         else "A sum or a list of losses keeps the graph of each.",
         since=best[1],

@@ -53,7 +53,7 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
         yield Found(
             text=f"Since step {first.step} {variable} is trained in evaluation mode{near(first)}: "
             f"{what} {what:was|were} in training mode before.",
-            fix=f"{variable}.train()  # at the start of each epoch, after the evaluation{near(before)}",
+            fix=f"{variable}.train()  # at the start of each epoch, after evaluation{near(before)}",
             cause=f"{variable}.eval() was called for an evaluation, and {variable}.train() was not called after it.",
             since=first,
             step=tail[min(2, len(tail) - 1)],
@@ -103,7 +103,7 @@ def _as_target(run: Run, root: int, student: str, tail: list[Forward]) -> Found:
         "is trained: an optimizer has it.",
         fix=f"with torch.no_grad(): around the call of {teacher}{near(first)}, and only {student}.parameters() in the "
         "optimizer",
-        cause=f"A target that is trained comes to meet what should learn from it; if {teacher} is to be trained, "
+        cause=f"A trained target moves toward the model that should learn from it; if {teacher} is to be trained, "
         f"{teacher}.train() belongs before it.",
         since=first,
         step=tail[min(2, len(tail) - 1)],
@@ -139,8 +139,8 @@ def train_in_eval(
         names = Names(own or _functional(run, root))
         yield Found(
             text=f"{variable} is called without gradient in training mode{near(one)}, {counted(count, 'time')}: "
-            f"{names} {names:is|are} active in the evaluation.",
-            fix=f"{variable}.eval()  # before the evaluation{near(one)}, and {variable}.train() after it",
+            f"{names} {names:is|are} active in evaluation.",
+            fix=f"{variable}.eval()  # before evaluation{near(one)}, and {variable}.train() after it",
             cause=f"{variable} is in training mode while it is evaluated.",
             since=one,
             module=(root, ""),
@@ -164,9 +164,9 @@ def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
     variable = root_variable(run, root)
     yield Found(
         text=f"{variable} is trained no more since step {after[0].step}, and is called in training mode"
-        f"{near(after[0])} beside {root_variable(run, others[0].root)}: what drops and what normalises by the batch is "
-        "on, so that what it says of a sample changes with chance and with the rest of the batch.",
-        fix=f"{variable}.eval()  # before the training{near(others[0])}",
+        f"{near(after[0])} beside {root_variable(run, others[0].root)}: dropout and batch statistics are active, so "
+        "its output for a sample depends on chance and on the rest of the batch.",
+        fix=f"{variable}.eval()  # before training{near(others[0])}",
         cause=f"{variable} is still in the mode of its own training.",
         since=after[0],
         step=after[2],
@@ -221,7 +221,7 @@ def _told(run: Run, calls: list[DropoutCall], what: str, cause: str, evidence: d
 @rule("AB453", "DROPOUT_ALWAYS_ON", "warning", explains=("TRAIN_IN_EVAL",), needs=(DropoutCall,))
 def dropout_always_on(run: Run) -> Iterator[Found]:
     """Functions that drop in evaluation mode."""
-    why = "The functional form does not know the mode of the module; it has to be told."
+    why = "The functional form does not know the module's mode; it has to be passed."
     for calls in _drops(run, training=True):
         yield _told(run, calls, "drops in evaluation mode as well", why, {"function": calls[0].function}, 0)
 
@@ -272,7 +272,7 @@ def dropout_too_high(
             text=f"{names} {names:drops|drop} {p:.0%} of what goes in, and the loss does not fall ({went.first:.4g} at "
             f"first, {went.last:.4g} at last).",
             fix=f"nn.Dropout(p={round(1 - p, 6):g})  # p is the share that is dropped",
-            cause="So little is left of a sample that outputs are mostly noise.",
+            cause="So little of a sample is left that outputs are mostly noise.",
             since=found[0],
             module=names[0],
             evidence={"p": p, "dropouts": len(names), "loss_first": went.first, "loss_last": went.last},
@@ -412,8 +412,8 @@ def bn_momentum(
         names, (norm, value) = Names(qualified(run, root, name) for name, _ in found), found[0]
         what = f"only {1 - value:.2g} is kept at each batch"
         if value < most:
-            what = f"{_left(run, root, value):.0%} is still what it was at the start (0 and 1, unless set by hand)"
-            what += ", and the evaluation takes it"
+            what = f"{_left(run, root, value):.0%} still has its initial value (0 and 1, unless set by hand)"
+            what += ", and evaluation uses it"
         yield Found(
             text=f"{names} {names:has|have} momentum={value:g}: of the running statistics {what}.",
             fix=f"{module_code(run, root, norm)}.momentum = {round(1 - value, 6) if value >= most else 0.1:g}",

@@ -269,7 +269,7 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         yield Found(
             text=f"The loss is {bad.value} at step {bad.step}.",
             fix=f"{_ANOMALY}, to see which operation made it",
-            cause="From the loss it goes into all gradients and weights.",
+            cause="From the loss it reaches all gradients and weights.",
             since=bad,
             evidence={"step": bad.step},
         )
@@ -278,7 +278,7 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
     what = {
         "input": "The data", "parameter": f"The parameter {', '.join(first.parameters[:2]) or first.module}",
         "forward": f"The output of {first.module}" if first.module else "The loss" if first.loss is None
-        else "A result on the way to the loss",
+        else "A result on the path to the loss",
     }.get(first.where, first.where)  # fmt: skip
     by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
     made = (
@@ -294,10 +294,11 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         first,
         text=f"{what} {'have' if first.where == 'input' else 'has'} the first {first.value} of the run, at step "
         f"{first.step - first.late}{by}",
-        cause="No operation with a gradient made it: inputs, targets or weights of the loss had it, or it was "
-        "computed of them, as the spread of a batch of one row. From the loss it goes into all gradients and weights."
+        cause="No operation with a gradient produced it: inputs, targets or weights of the loss contained it, or it "
+        "was computed from them, such as the standard deviation of a batch of one row. From the loss it reaches all "
+        "gradients and weights."
         if first.where == "input"
-        else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
+        else "It passes through every later operation into the loss, and from there into all gradients and weights.",
         evidence={"where": first.where, "value": first.value} | ({"op": first.op} if first.op else {}),
     )
 
@@ -308,8 +309,8 @@ def _of_a_buffer(run: Run, bad: NonFinite, probed: Probed) -> Found:
     return Found(
         text=f"The buffer {name} has nan since before the first forward{f', and {count} more too' if count else ''}: "
         f"from there it comes into the first step{f' ({_made(bad)})' if bad.op else ''}.",
-        fix=f"assert torch.isfinite({name}).all()  # behind the line that computes it",
-        cause="It is computed where the model is made, such as by the root of a number below 0.",
+        fix=f"assert torch.isfinite({name}).all()  # after the line that computes it",
+        cause="It is computed where the model is built, such as by the square root of a negative number.",
         since=bad,
         module=(probed.root, ""),
         evidence={"where": "buffer", "buffers": count + 1, "op": bad.op},

@@ -146,9 +146,9 @@ def zero_grad_before_step(run: Run) -> Iterator[Found]:
         where, fix = _moved(run, one, clear, step, back)
         yield Found(
             text=f"The gradients of the backward{near(back)} are cleared{by} before {one}.step(): {len(bad)} of "
-            f"{counted(len(found), 'step')} that were looked at saw none.",
+            f"{counted(len(found), 'step')} examined saw none.",
             fix=fix,
-            cause="The step comes after the clearing, so that it has nothing to step along.",
+            cause="The step comes after the clearing, so it has no gradients to use.",
             since=clear,
             step=step.number,
             where=where,
@@ -188,12 +188,12 @@ def _moved(
     """Which call is misplaced, and where it belongs: the clearing may stand in front of the backward already."""
     same = step.file == back.file == clear.file
     if same and max(clear.line, step.line) < back.line:
-        return (step.file, step.line), f"move {one}.step(){near(step)} behind the backward{near(back)}"
+        return (step.file, step.line), f"move {one}.step(){near(step)} after the backward{near(back)}"
     owner = root_variable(run, clear.number) if clear.by == "module" else str(one)
     where = (clear.file or back.file, clear.line or back.line)
     if same and clear.line < back.line:
         return where, f"let {owner}.zero_grad() run before the backward{near(back)}, not between it and {one}.step()"
-    return where, f"move {owner}.zero_grad() in front of the backward{near(back)}"
+    return where, f"move {owner}.zero_grad() before the backward{near(back)}"
 
 
 @rule("AB303", "STEP_MISSING", "error", explains=(*STANDS_STILL, "ZERO_GRAD_PER_MICROBATCH", "PARAM_UNUSED"))
@@ -211,8 +211,8 @@ def step_missing(run: Run, *, backwards: float = Limit(20, "fewer may be one lon
         yield Found(
             text=f"{one} never steps: {counted(len(found), 'backward')} put gradients on its parameters.",
             fix=f"{one}.step()  # after the backward{near(found[0])}",
-            cause=f"{one}.step() is missing, or stands behind a condition that never holds, such as more batches to "
-            "accumulate than an epoch has.",
+            cause=f"{one}.step() is missing, or is behind a condition that never holds, such as accumulating more "
+            "batches than an epoch has.",
             since=found[0],
             step=found[min(19, len(found) - 1)],
             where=(found[0].file or one.facts.file, found[0].line or one.facts.line),
@@ -328,7 +328,7 @@ def loss_counted_twice(run: Run, *, steps: float = Limit(3, "of those whose loss
             text=f"{one}.step() uses the same loss twice: those of the backwards{near(first)} and{near(second)} are "
             f"equal but for rounding, at {len(known)} of {counted(len(found), 'step')}.",
             fix=f"remove the backward{near(second)}",
-            cause="Both backwards add to the gradients, so that these are twice as large as those of the loss.",
+            cause="Both backwards add to the gradients, so they are twice as large as those of the loss.",
             since=second,
             step=step.number,
             parameters=one.own,

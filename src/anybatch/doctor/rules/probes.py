@@ -21,8 +21,8 @@ _MIXING = {
     ),
     "along": ("{op}(..., dim=-1): over the features of each sample, not over the batch", "{op} runs over dim 0."),
     "moved": (
-        "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
-        "A reshape that tears samples apart, or an operation over dim 0.",
+        "x.transpose(...) instead of x.view(...) where dims are swapped; softmax over dim -1, not 0",
+        "A reshape that mixes samples, or an operation over dim 0.",
     ),
 }
 _RESHAPING = ("view", "reshape", "flatten")
@@ -36,7 +36,7 @@ _LEAKS = {
         "A bidirectional layer, attention without a causal mask, or a convolution padded on both sides.",
     ),
     "moved": (
-        "y.transpose(1, 2).reshape(batch, time, -1)  # of heads behind the batch: the time comes back to dim 1 first",
+        "y.transpose(1, 2).reshape(batch, time, -1)  # of heads after the batch: time moves back to dim 1 first",
         "A reshape puts numbers of several positions into one, as where the heads still come before the time.",
     ),
 }
@@ -131,7 +131,7 @@ def input_ignored(run: Run) -> Iterator[Found]:
     losses = course(run)
     asked = next((one for one in run.of(Probed) if ignores_input(one)), None)
     constant = {root: found for root, _ in latest(run) if (found := constant_since(run, root)) is not None}
-    fix = "print the spread over the batch behind each module, and look where it becomes 0"
+    fix = "print the standard deviation over the batch after each module, and look where it becomes 0"
     cause = "Something between input and output throws the data away, or units have died."
     if losses.converged or losses.diverged or not losses.finite:
         return

@@ -160,7 +160,7 @@ def _is_too_low(one: OptimizerView, asked: Probed) -> bool:
 def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
     """What is said of a rate where a copy learned one batch with another one."""
     seen, what, fix = asked.evidence, "far too high", one.with_rate(asked.evidence["other_lr"])
-    cause = "Steps of this length throw the weights out of the region where the model computes anything."
+    cause = "Steps of this length throw the weights far outside their useful range."
     if _is_too_low(one, asked):
         what = "so low that little is learned"
         cause = "SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient."
@@ -172,8 +172,8 @@ def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
     if seen.get("by", one.facts.cls) != one.facts.cls:
         by, fix = f"{seen['by']} and ", f"torch.optim.{seen['by']}(model.parameters(), lr={seen['other_lr']:g})"
     return Found(
-        text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that learns one batch by heart brings the "
-        f"loss from {seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {by}"
+        text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that fits one batch reduces the loss from "
+        f"{seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {by}"
         f"{seen['other_lr']:g} to {seen['other_after']:.3g}{more}.",
         fix=fix,
         cause=cause,
@@ -188,7 +188,7 @@ def _too_high(one: OptimizerView, long: _Long, harm: _Harm) -> Found:
     return Found(
         text=f"The learning rate {lr:g} of {one} is far too high: {long.why}; then {harm.words}.",
         fix=f"{one.with_rate(better)}  # then warm up; then clip, decay, normalise",
-        cause="Steps of this length throw the weights out of the region where the model computes anything; gradients "
+        cause="Steps of this length throw the weights far outside their useful range; gradients "
         "that vanish afterwards are a consequence, and a higher learning rate makes it worse.",
         since=long.at,
         step=long.step,

@@ -157,7 +157,7 @@ def sched_stale_opt(run: Run, *, steps: float = Limit(2, "one may be of another 
             text=f"{one} ({one.facts.cls}) drives {name}{_made(own)}, which does not step; {other}{_made(other)} "
             f"steps, with its learning rate at {max(others[other][-1].lrs):g}.",
             fix=f"{one} = {one.facts.cls}({other}, ...)  # after the line that makes {other}",
-            cause="The scheduler holds the optimizer object that it was given, which was replaced.",
+            cause="The scheduler holds a reference to the old optimizer object, which was replaced.",
             since=idle[0],
             step=idle[min(1, len(idle) - 1)],
             where=one.facts,
@@ -222,10 +222,10 @@ def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest fa
         named = str(names[0]) if isinstance(names, list) and names else ""
         given, name = f"{named}(epoch)" if named.isidentifier() else "...", one.facts.variable or "schedule"
         yield Found(
-            text=f"The function of {name} (LambdaLR) gives {base:g} at its highest, which is the learning rate of "
-            f"{optimizer} itself: multiplied with it the rate is {highest:.3g}.",
+            text=f"The function of {name} (LambdaLR) returns {base:g} at its highest, which is the learning rate of "
+            f"{optimizer} itself: multiplied by it the rate is {highest:.3g}.",
             fix=f"{name} = LambdaLR({optimizer}, lambda epoch: {given} / {base:g})  # a factor of lr, 1 at its highest",
-            cause="LambdaLR multiplies the rate of the optimizer with what its function gives; a rate is squared.",
+            cause="LambdaLR multiplies the optimizer's rate by what its function returns, so a rate gets squared.",
             since=min(fact.at for fact in (*optimizer.steps[:1], *optimizer.samples[:1])),
             step=done[0],
             where=one.facts,

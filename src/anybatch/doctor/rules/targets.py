@@ -57,7 +57,7 @@ def labels_unrelated(
             f"on the others, and a constant guess one of {seen['guess']:.4g}.",
             fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # one order for both, wherever they are "
             "shuffled, sorted or filtered",
-            cause="Inputs and labels were put in order apart from each other, or labels belong to other rows.",
+            cause="Inputs and labels were shuffled independently, or the labels belong to other rows.",
             since=probed,
             where=call,
         )
@@ -82,7 +82,7 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
                 text=f"{term['op']}{near(place)} is {term['loss']:.4g} after {steps} steps, and {term['others']:.4g} "
                 "with the targets of other rows: they have nothing to do with the inputs.",
                 fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # one order for both",
-                cause="Inputs and targets of this term were put in order apart from each other.",
+                cause="Inputs and targets of this term were shuffled independently.",
                 since=probed,
                 step=0,
                 where=place,
@@ -132,7 +132,7 @@ def _all_alike(run: Run) -> Iterator[Found]:
             text=f"All {probed.evidence['rows']} targets of a batch are the same{near(probed)}, and what was learned "
             "is that one value.",
             fix="print(y.unique(return_counts=True))  # where the targets are made",
-            cause="The targets were lost on the way, or the data hold one kind only.",
+            cause="The targets were lost in preprocessing, or the data contain only one kind.",
             since=probed,
         )
 
@@ -157,7 +157,7 @@ def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterat
             yield Found(
                 text=f"All targets of {first.function} in the run are of class {first.target_mean or 0:g}.",
                 fix="print(y.unique(return_counts=True))  # where the labels are made",
-                cause="The labels were lost on the way, or the data hold one class only.",
+                cause="The labels were lost in preprocessing, or the data contain only one class.",
                 since=first,
                 evidence={"calls": len(known)},
             )
@@ -176,8 +176,8 @@ def _of_one_mark(run: Run, steps: float, gone: float) -> Iterator[Found]:
         is_one = all(one.target_low == one.target_high == mark for one, _ in known)
         if mark in (0, 1) and is_one and enough and known[-1][1] < (1 - gone) * known[0][1]:
             yield Found(
-                text=f"All targets of {function} in the run are {mark:g}: with that in place of every prediction it "
-                "is 0, whatever the input.",
+                text=f"All targets of {function} in the run are {mark:g}: with that as every prediction it is 0, "
+                "whatever the input.",
                 fix="labels = torch.cat([torch.ones(n), torch.zeros(k * n)])  # with pairs that were drawn as others",
                 cause="The data hold what was seen, such as clicks, and nothing that was not.",
                 since=known[0][0],
@@ -236,11 +236,11 @@ def class_uncounted(
             if len(one.absent) > 1:
                 several = f"classes {listed(map(str, one.absent[:_NAMED]))}"
             yield Found(
-                text=f"No target of {one.function}{near(one)} that was looked at is of {several}, of {one.classes}, "
-                "and all others come about as often as each other: the model has an output for what it does not learn.",
+                text=f"No target of {one.function}{near(one)} examined is of {several}, of {one.classes}, "
+                "and all others occur about equally often: the model has outputs for classes it never learns.",
                 fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # before the data are split",
-                cause="Where the evaluation has these classes, the data were sorted by class when they were split; "
-                "where it has none either, the model has more outputs than there are classes.",
+                cause="If the evaluation data have these classes, the data were sorted by class when they were split; "
+                "if not, the model has more outputs than there are classes.",
                 since=one,
                 step=0,
                 evidence={"absent": list(one.absent[:_NAMED]), "classes": one.classes},
@@ -285,9 +285,9 @@ def evaluation_inputs(
         if not target_std and is_one and items >= alike:
             yield Found(
                 text=f"All {items} targets of {one.function} in the evaluation{near(one)} are {target_mean:g}, and "
-                f"those of the training have a standard deviation of {std:.3g}.",
-                fix="print(y.std())  # where the targets of the evaluation are made",
-                cause="The targets of the evaluation were lost on the way: what it measures is no error.",
+                f"the training targets have a standard deviation of {std:.3g}.",
+                fix="print(y.std())  # where the evaluation targets are made",
+                cause="The evaluation targets were lost in preprocessing: it does not measure an error.",
                 since=one,
                 evidence={"value": target_mean, "items": items, "std": std},
             )
@@ -295,8 +295,8 @@ def evaluation_inputs(
             continue
         yield Found(
             text=f"The targets of {one.function} in the evaluation{near(one)} have mean {target_mean:.3g} and standard "
-            f"deviation {target_std:.3g}, and its predictions {made_mean:.3g} and {made_std:.3g}, as the targets of "
-            f"the training ({mean:.3g} and {std:.3g}).",
+            f"deviation {target_std:.3g}, and its predictions {made_mean:.3g} and {made_std:.3g}, like the training "
+            f"targets ({mean:.3g} and {std:.3g}).",
             fix="prediction = prediction * std + mean  # with those of the training targets",
             cause="The predictions are not put back into the units of the targets, or the targets are not scaled.",
             since=one,
@@ -314,9 +314,9 @@ def _no_shares(run: Run) -> Iterator[Found]:
             continue
         yield Found(
             text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, and no overlap of masks is negative: '
-            "what is counted are outputs of the model, not the masks that they stand for.",
+            "it is computed from raw model outputs, not from masks.",
             fix="prediction = (torch.sigmoid(model(x)) > 0.5).float()  # before it is compared with the masks",
-            cause="The loss of the training takes scores and has the sigmoid in it, and the evaluation has none.",
+            cause="The training loss takes logits and includes the sigmoid, and the evaluation has none.",
             since=next(run.of(Backward), 0),
             where=(one.file, one.line),
             evidence={"label": one.label, "value": one.values[-1], "lowest": min(one.values)},
@@ -348,12 +348,12 @@ def metric_below_chance(
             continue
         if 0 < best < below * chance and min(one.values) >= 0:
             yield Found(
-                text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, {best:.4g} at most, and who guesses '
-                f"is right {chance:.0%} of the time. The loss ends at {call.value:.3g}, as that of a model that is "
-                f"right {likely:.0%} of the time: what is counted is wrong, rather than the model.",
+                text=f'Line {one.line} prints "{one.label}" {one.values[-1]:.4g}, {best:.4g} at most, and guessing '
+                f"is right {chance:.0%} of the time. The loss ends at {call.value:.3g}, like that of a model that is "
+                f"right {likely:.0%} of the time: the counting is wrong, not the model.",
                 fix="correct += (prediction == y).sum().item(); total += len(y)  # and correct / total at the end",
-                cause="What is right in one batch is divided by the size of the whole set, or predictions and targets "
-                "have other numbers or shapes where they are compared.",
+                cause="The correct predictions of one batch are divided by the size of the whole set, or predictions "
+                "and targets are compared with other class numbers or shapes.",
                 since=next(run.of(Backward), 0),
                 where=(one.file, one.line),
                 evidence={"label": one.label, "value": one.values[-1], "highest": best, "loss": call.value},
@@ -375,7 +375,7 @@ def labels_renumbered(
         yield Found(
             text=f"The labels of the evaluation{near(one)} number the classes otherwise than those of the training: "
             f"{one.right:.0%} of {one.rows} rows are right, and {one.renamed:.0%} if label {names}.",
-            fix="make the numbers of the classes once, from the training data, and use them for both",
+            fix="number the classes once, from the training data, and use that for both",
             cause="Each set of data numbered its own classes, and they do not have the same ones or the same order.",
             since=one,
             where=(one.file, one.line),

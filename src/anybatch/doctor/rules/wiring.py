@@ -245,11 +245,11 @@ def _emptied(run: Run) -> Iterator[Found]:
         if left and all(number in held for number in rest if run.parameters[number].root in nets):
             names = names_of(run, left)
             yield Found(
-                text=f"Group {places[0]} of {OptimizerView(run, new.optimizer)}, made anew{near(new)}, has no "
+                text=f"Group {places[0]} of {OptimizerView(run, new.optimizer)}, re-created{near(new)}, has no "
                 f"parameters: {names} {names:was|were} in that of the one before, {names:gets|get} a gradient and "
                 f"{names:is|are} no longer updated.",
-                fix="params = list(filter(..., model.parameters()))  # a list can be given more than once",
-                cause="filter, map, a generator and parameters() give each parameter once, and are used up then.",
+                fix="params = list(filter(..., model.parameters()))  # a list can be used more than once",
+                cause="filter, map, a generator and parameters() yield each parameter once, and are then exhausted.",
                 since=new,
                 parameters=left,
                 optimizer=new.optimizer,
@@ -271,11 +271,11 @@ def _anew(run: Run, numbers: list[int], found: Found) -> Found:
     place = found.place(run)
     return replace(
         found,
-        text=f"{names} {names:is|are} made anew all the time: at least {count} different tensors of that name got a "
+        text=f"{names} {names:is|are} re-created repeatedly: at least {count} different tensors of that name got a "
         "gradient, and none of them is in an optimizer.",
         fix=f"self.{attribute} = {made}(...)  # once, in __init__ of {above.cls if above else 'the model'}; forward "
         "only calls it",
-        cause=f"A layer that forward makes is random at each call, and {names:its|their} gradient is thrown away.",
+        cause=f"A layer created in forward is random at each call, and {names:its|their} gradient is discarded.",
         where=above if above is not None and above.file else (place.file, place.line),
         parameters=names,
         optimizer=-1,
@@ -412,7 +412,7 @@ def opt_param_twice(run: Run, *, iterations: float = Limit(3, "by chance")) -> I
                     text=f"{names} {names:is|are} in {first} and in {second}, and both step on the same gradient.",
                     fix=f"leave them out of one of the two: {second} = {second.facts.cls}([p for p in ... if p not in "
                     f"those of {first}], ...)",
-                    cause=f"Each iteration moves {names:it|them} twice, the second time with a gradient of old values.",
+                    cause=f"Each iteration moves {names:it|them} twice, the second time with a stale gradient.",
                     since=one,
                     where=second.facts,
                     step=one.number,
@@ -433,10 +433,10 @@ def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -
     old, new = (plain or chain)[0]
     facts = new.facts
     yield Found(
-        text=f"{new} was made anew {len(chain)} times for the same parameters, first after "
+        text=f"{new} was re-created {len(chain)} times for the same parameters, first after "
         f"{counted(len(old.steps), 'step')}; its state starts from zero each time.",
         fix=f"move `{new} = {facts.cls}(...)`{near(facts)} before the loop",
-        cause=f"A new {facts.cls} has no momentum and no second moments, so that its first steps are too large.",
+        cause=f"A new {facts.cls} has no momentum and no second moments, so its first steps are too large.",
         since=new.steps[0],
         where=facts,
         optimizer=new.number,
@@ -502,8 +502,8 @@ def module_repeated(run: Run) -> Iterator[Found]:
             cls = next((row.cls for row in facts.modules if row.name == first), "module")
             name = qualified(run, root, one.name)
             yield Found(
-                text=f"The {one.repeated} entries of {name} are one and the same {cls}: there are the parameters of "
-                "one only.",
+                text=f"The {one.repeated} entries of {name} are the same {cls} object: only one set of parameters "
+                "exists.",
                 fix=f"{module_code(run, root, one.name)} = nn.{one.cls}({'*' if one.cls == 'Sequential' else ''}"
                 f"[{cls}(...) for _ in range({one.repeated})])",
                 cause=f"[module] * {one.repeated} repeats a reference and makes no copies.",
@@ -543,8 +543,8 @@ def frozen_at_zero(run: Run) -> Iterator[Found]:
         yield Found(
             text=f"{names} {names:is|are} zero and frozen: {names:it stays|they stay} zero.",
             fix="p.requires_grad_(True) for them, before the optimizer is made, if they are to be trained",
-            cause="A factor that is zero, as of an adapter, takes away what it is multiplied with; a first hidden "
-            "state of zeros is usual.",
+            cause="A factor of zero, as in an adapter, cancels whatever it multiplies; an initial hidden state of "
+            "zeros is usual.",
             since=step,
             where=NOWHERE,
             step=step.number,

@@ -56,7 +56,7 @@ def freeze_too_much(
             f"{counted(len(frozen), 'weight matrix', 'weight matrices')} are frozen, {parameter_name(run, head)} of "
             f"the last layer too, and the loss stays at {last:.4g} (it was {first:.4g}).",
             fix=f"{module_code(run, root, head.module)}.requires_grad_(True)  # freeze by module, not by name",
-            cause="The condition that freezes parameters matches more of them than it was meant to.",
+            cause="The condition that freezes parameters matches more than intended.",
             since=step,
             where=NOWHERE,
             parameters=frozen,
@@ -82,7 +82,7 @@ def _all_frozen(run: Run) -> Iterator[Found]:
             text=f"All {counted(len(own), 'parameter')} that {one} steps ({sum(each.numel for each in own.values()):,} "
             f"numbers of {model}) have requires_grad=False: no gradient reaches any, and no step changes anything.",
             fix=f"{model}.requires_grad_(True), and freeze by module: {model}.backbone.requires_grad_(False)",
-            cause="The condition that freezes parameters matches all of them, or what should be trained was not added; "
+            cause="The condition that freezes parameters matches all of them, or the trainable part was not added; "
             "as the input of the model requires a gradient, backward() raises no error.",
             since=one.steps[0],
             where=NOWHERE,
@@ -109,7 +109,7 @@ def freeze_ineffective(run: Run) -> Iterator[Found]:
                 yield Found(
                     text=f"{code}.requires_grad = False froze nothing: {names} still {names:gets|get} gradients.",
                     fix=f"{code}.requires_grad_(False)",
-                    cause="requires_grad is an attribute of tensors; on a module it is a new attribute that nobody "
+                    cause="requires_grad is an attribute of tensors; on a module it is a new attribute that nothing "
                     "reads.",
                     since=root,
                     step=next(run.of(Stepped), 0),
@@ -281,7 +281,7 @@ def weights_not_loaded(
             text=f"Only {one.matched} of {one.of} entries of {variable} were loaded{near(one)}; the state has "
             f"{listed(one.unexpected, 2)} where {listed(one.missing, 2)} is looked for.",
             fix=hint or f"print({variable}.load_state_dict(state, strict=False)) and rename the keys that do not match",
-            cause="With strict=False, keys that do not match are passed over without a word.",
+            cause="With strict=False, keys that do not match are skipped silently.",
             since=one,
             module=variable,
             evidence={"matched": one.matched, "of": one.of, "unexpected": list(one.unexpected[:5])},
@@ -315,8 +315,8 @@ def silent_write(run: Run, *, samples: float = Limit(2, "once may be an initiali
             text=f"{names} {names:is|are} written outside of the optimizer's step, through .data or a detached alias, "
             "where autograd can't see it.",
             fix="with torch.no_grad(): write to the parameter itself, after the step and before the next forward",
-            cause="A write that does not raise the version of the tensor can't be noticed by a backward that needs "
-            "the old value.",
+            cause="A write that does not raise the version of the tensor goes unnoticed by a backward that needs the "
+            "old value.",
             since=seen[0][0],
             step=seen[0][0].number,
             parameters=numbers,
@@ -343,24 +343,24 @@ def param_unused(
             _is_computed(run, run.parameters[one]) and not _is_of_the_last_block(run, one, idle) for one in idle
         )
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
-        also = also or (f"; it is called, and what {after} gives takes its place" if after else "")
-        also = also or (f"; a number is made of {names:it|them}{near(lost)} and left" if lost is not None else "")
-        also = also or (f"; {first.module} is called all the same, and what it gives is left" if for_nothing else "")
-        fix = f"call {module_code(run, first.root, first.module)} in the forward, or take it out"
-        cause = "The module was never called, or its output is in no loss."
+        also = also or (f"; it is called, and the output of {after} replaces it" if after else "")
+        also = also or (
+            f"; a number is made of {names:it|them}{near(lost)} and left unused" if lost is not None else ""
+        )
+        also = also or (f"; {first.module} is still called, and its output is unused" if for_nothing else "")
+        fix = f"call {module_code(run, first.root, first.module)} in the forward, or remove it"
+        cause = "The module is never called, or its output is in no loss."
         overwritten = lost is not None and bool(lost.evidence["again"])
         forgotten = lost is not None and bool(lost.evidence["is_loss"]) and run.steps >= late
         if overwritten or forgotten:
             fix = "loss = loss + ...  # for each of its terms"
             cause = "Another term replaces it in the loss." if overwritten else "A term is computed and never added."
         elif after:
-            fix = "x = layer(x)  # in the loop over the layers: each takes what the one before it gave"
-            cause = "Layers that are all given the same input leave only what the last one gives."
+            fix = "x = layer(x)  # in the loop over the layers: each takes the output of the previous one"
+            cause = "Layers that all get the same input leave only the output of the last one."
         elif for_nothing:
-            fix = f"use what {module_code(run, first.root, first.module)} gives, or take it out"
-            cause = (
-                "The name that it is given is not the one that is read further on, or the sum that it was in is not."
-            )
+            fix = f"use what {module_code(run, first.root, first.module)} gives, or remove it"
+            cause = "The name it is assigned to is not the one that is read later, or the sum that contains it is not."
         yield Found(
             text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
             fix=fix,
@@ -446,10 +446,10 @@ def opt_state_unused(run: Run) -> Iterator[Found]:
             continue
         name, made = load.variable or str(loaded), others[0].facts
         yield Found(
-            text=f"The state that {name} is given{near(load)} is never used: another optimizer is made{near(made)}, "
-            "and that one steps.",
-            fix="make the optimizer once, and load its state after that",
-            cause="The optimizer is made anew after its state was loaded.",
+            text=f"The state that {name} is given{near(load)} is never used: another optimizer is "
+            f"created{near(made)}, and that one steps.",
+            fix="create the optimizer once, and load its state after that",
+            cause="The optimizer is re-created after its state was loaded.",
             since=load,
             where=(made.file or load.file, made.line or load.line),
             optimizer=name,

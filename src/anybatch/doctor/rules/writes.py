@@ -116,7 +116,7 @@ def symmetric_init(
         text += f" are equal, and so are the {what} of its gradient{of_gates}"
         text += f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."
         fix = f"nn.init.kaiming_normal_({_code(run, first)})"
-        cause = "Units with the same weights get the same gradient and stay the same for ever."
+        cause = "Units with the same weights get the same gradient and stay identical."
         if pairs:
             more = f"; {len(pairs) - 1} more pairs too" if len(pairs) > 1 else ""
             text = f"{pairs[0][0].name} and {pairs[0][1].name} are both zero, and so is every gradient of them{more}."
@@ -247,12 +247,12 @@ def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
     if seen["by"] != one.facts.cls:
         fix = f"torch.optim.{seen['by']}(..., weight_decay={seen['other_decay']:g})"
     return Found(
-        text=f"The weight decay {seen['decay']:g} of {one} keeps it from learning: a copy that learns one batch by "
-        f"heart brings the loss from {seen['loss']:.3g} to {seen['held']:.3g} with it, and to {seen['without']:.3g} "
+        text=f"The weight decay {seen['decay']:g} of {one} keeps it from learning: a copy that fits one batch reduces "
+        f"the loss from {seen['loss']:.3g} to {seen['held']:.3g} with it, and to {seen['without']:.3g} "
         "without.",
-        fix=f"{fix}  # the copy comes to {seen['other_after']:.3g} then",
-        cause="The gradient of the loss is small in each entry, as that of a mean over many targets is, and the decay "
-        "beside it pulls all weights to zero.",
+        fix=f"{fix}  # the copy then reaches {seen['other_after']:.3g} then",
+        cause="The gradient of the loss is small in each entry, as for a mean over many targets, and the decay pulls "
+        "all weights to zero.",
         since=one.samples[0],
         where=one.facts,
         step=one.samples[0],

@@ -143,8 +143,8 @@ def _by_heart(run: Run, found: Outcome) -> str:
     if best < (1 - _NEXT_TO_NOTHING) * guess or beats or is_early:
         return ""
     return (
-        f"that is of its training data alone, for in evaluation it is {best:.4g} at best, and a constant guess there "
-        f"gives {guess:.4g}"
+        f"that is on its training data only: in evaluation it is {best:.4g} at best, where a constant guess gives "
+        f"{guess:.4g}"
     )
 
 
@@ -186,7 +186,7 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     if one is None or not is_far:
         return ""
     return (
-        f'that is of its training data, where {such}, and line {one.line} prints "{one.label}" {value:.4g} at the end'
+        f'that is on its training data, where {such}, and line {one.line} prints "{one.label}" {value:.4g} at the end'
     )
 
 
@@ -209,8 +209,8 @@ def _printed_by_chance(found: Outcome, late: list[Printed]) -> str:
     if one is None or value > (1 + _SOMETHING) / classes:
         return ""
     return (
-        f'that is of its training data alone, for line {one.line} prints "{one.label}" {value:.4g} at the end, and who '
-        f"guesses one of {classes} classes is right as often"
+        f'that is on its training data only: line {one.line} prints "{one.label}" {value:.4g} at the end, the '
+        f"accuracy of guessing among {classes} classes"
     )
 
 
@@ -228,12 +228,12 @@ def _sampled(run: Run) -> str:
     for one in run.answers("sampling", "no", "unknown"):
         if one.answer == "no":
             return (
-                f"that is of its training, but in the loop of sampling at line {one.line} its input has "
-                f"{one.evidence['times']:.3g} times the mean square that the same level ({one.evidence['level']:.4g}) "
-                "has in training; look whether both have the same schedule of noise"
+                f"that is in training, but in the sampling loop at line {one.line} its input has "
+                f"{one.evidence['times']:.3g} times the mean square that the same noise level "
+                f"({one.evidence['level']:.4g}) has in training; check that both use the same noise schedule"
             )
         if one.line:
-            return f"that is of its training, and what the loop of sampling at line {one.line} gives was not looked at"
+            return f"that is in training, and the samples of the loop at line {one.line} were not examined"
     return ""
 
 
@@ -267,7 +267,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     makes_targets = _has_a_target_net(run) and not any(one.classes for one in run.of(LossCall))  # which are numbers
     if probed is not None and makes_targets:
         return _moved(run, part, found.steps, _ITS_TARGETS)
-    said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
+    said = f"the loss on a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
     said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
     rows = int(same.evidence["rows"]) * found.steps
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
@@ -289,7 +289,7 @@ def _little_of_rows(run: Run, part: Phase) -> str:
     for one in run.answers("related"):
         loss, others = one.evidence.get("loss", 0.0), one.evidence.get("others", 0.0)
         if one.evidence.get("optimizer") in part.optimizers and loss > 0 and others - loss < _SOMETHING * others:
-            return f"but the loss of a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
+            return f"but the loss on a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
     return ""
 
 
@@ -332,9 +332,9 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
     if any("drawn" in one.evidence for one in run.answers("related", "unknown")):
-        return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
+        return _moved(run, part, steps, "a loss on the model's own samples need not fall")
     if weighs_rewards(run):
-        return _moved(run, part, steps, "a loss that weighs log-probabilities with rewards need not fall")
+        return _moved(run, part, steps, "a loss that weights log-probabilities by rewards need not fall")
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if any(True for _ in run.of(Scored)):
@@ -430,7 +430,7 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     if surely or (len(pairs) >= 3 and paired > max(_SOMETHING, 3 * its) and gain > _LITTLE):
         return Outcome("learning", said, calls[0], fmean(last), guess, len(calls))
     if gain > _SOMETHING:
-        return Outcome("undecided", f"{said}: its values scatter too much to tell", steps=len(calls))
+        return Outcome("undecided", f"{said}: its values vary too much to tell", steps=len(calls))
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
     fell = fmean(before) - fmean(last)
@@ -492,5 +492,5 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
         return Outcome(
             "undecided", f"{why}, and the gradients of {optimizer_variable(run, faded)} fade away", steps=steps
         )
-    said = f"{why}; every parameter gets a gradient and changes, which does not show that something is learned"
+    said = f"{why}; every parameter gets a gradient and changes, which does not show that anything is learned"
     return Outcome("undecided", said, steps=steps)
