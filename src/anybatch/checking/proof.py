@@ -162,8 +162,8 @@ class _Prover:
     def shown(self, known: Proof | None) -> Found:
         """What is found; where the user's program fails in a run of its own, that it can't be told."""
         try:
-            is_grouped = known is not None and known.group > 1
-            return (self.in_groups((known.group,), again=_AGAIN) if is_grouped else None) or self.found()
+            group = 1 if known is None else known.group
+            return (self.in_groups((group,), again=_AGAIN) if group > 1 else None) or self.found()
         except Exception as error:
             if isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 raise

@@ -240,12 +240,13 @@ def test_a_number_that_can_not_be_counted_is_none() -> None:
 
 
 def soft_targets(model: Any, batch: Batch) -> torch.Tensor:
-    return -(model(batch["x"]).log_softmax(1) * batch["t"]).sum() / batch["t"].sum()
+    logs: torch.Tensor = model(batch["x"]).log_softmax(1)
+    return -(logs * batch["t"]).sum() / batch["t"].sum()
 
 
 def of_objects(model: Any, batch: Batch) -> torch.Tensor:
     there = batch["n"][:, None] > torch.arange(2)
-    apart = (model(batch["x"]).view(-1, 2, 2) - batch["box"]).abs().sum(-1)
+    apart: torch.Tensor = (model(batch["x"]).view(-1, 2, 2) - batch["box"]).abs().sum(-1)
     return (apart * there).sum() / there.sum().clamp(min=1)
 
 
@@ -253,7 +254,7 @@ def with_objects(number: torch.Tensor) -> Batch:
     return {"x": torch.randn(18, 6), "box": torch.randn(18, 2, 2), "n": number}
 
 
-OF_PLACES = {
+MEANS_OVER_ITEMS: dict[str, tuple[Any, Callable[[], Batch], Callable[[], Batch], str]] = {
     "soft targets": (
         soft_targets,
         lambda: {"x": torch.randn(18, 6), "t": F.one_hot(torch.randint(0, 4, (18,)), 4).float()},
@@ -270,10 +271,10 @@ OF_PLACES = {
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-@pytest.mark.parametrize("kind", OF_PLACES)
+@pytest.mark.parametrize("kind", MEANS_OVER_ITEMS)
 def test_in_micro_batches_of_a_few_samples(kind: str, size: int) -> None:
     """Of few samples a micro-batch, only micro-batches of this size are compared, and these have to tell."""
-    loss_fn, like_samples, others, told = OF_PLACES[kind]
+    loss_fn, like_samples, others, told = MEANS_OVER_ITEMS[kind]
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=size)
@@ -292,5 +293,5 @@ def test_a_mean_over_samples_of_a_few_a_micro_batch_is_left_alone(size: int) -> 
         torch.optim.SGD(model.parameters(), lr=0.1),
         micro_batch_size=size,
     )
-    _, like_samples, others, _ = OF_PLACES["soft targets"]
+    _, like_samples, others, _ = MEANS_OVER_ITEMS["soft targets"]
     assert proofs(step, [like_samples(), like_samples(), *(others() for _ in range(6))]) <= 2

@@ -60,9 +60,7 @@ def test_terminals_bootstrapped_is_quiet_without_an_answer() -> None:
 
 
 def test_inputs_alike_fires_and_gives_the_number() -> None:
-    assert (
-        "is 0, in all 12 training calls" in fires(asked("inputs alike", "yes").run(), "INPUTS_ALIKE", "error").message
-    )
+    assert "in all 12 training calls" in fires(asked("inputs alike", "yes").run(), "INPUTS_ALIKE", "error").message
 
 
 def test_inputs_alike_is_quiet_without_an_answer() -> None:
