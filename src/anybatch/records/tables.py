@@ -39,7 +39,8 @@ class ModuleFacts:
     # the attribute ``requires_grad`` if the user set it on the module itself (it has no effect); ``None`` if not
     requires_grad: bool | None = None
     # plain attributes that say how it computes: ``p``, ``momentum``, ``track_running_stats``, ``in_features``,
-    # ``out_features``, ``padding_idx``, ``batch_first``, ``bidirectional`` and the like
+    # ``out_features``, ``padding_idx``, ``batch_first``, ``bidirectional`` and the like; ``hooked`` if a forward hook
+    # of the user is on it
     options: Mapping[str, Any] = field(default_factory=dict)
     parameters: tuple[int, ...] = ()  # the numbers of its own parameters
     # for a list of modules with parameters whose entries are all the same module: the number of entries; else 0

@@ -467,10 +467,12 @@ class Wasted(nn.Module):
         super().__init__()
         self.of, self.hidden, self.out = of, nn.Linear(8, 8), nn.Linear(8, 5)
         self.spare: Any = nn.TransformerEncoderLayer(8, 2, 8) if of == "a library" else nn.Linear(8, 8)
+        if of == "a class with a hook":
+            self.hidden.register_forward_hook(lambda module, inputs, output: None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = x
-        if self.of == "a class of the user's":
+        if self.of in ("a class of the user's", "a class with a hook"):
             made = self.spare(x)
         made = self.hidden(x)
         result: torch.Tensor = self.out(made + self.spare.linear1(made).detach() if self.of == "a library" else made)
@@ -480,7 +482,7 @@ class Wasted(nn.Module):
 @pytest.mark.parametrize(
     ("of", "steps", "severity"),
     [("a class of the user's", 110, "warning"), ("a class of the user's", 30, "info"), ("none", 110, "info"),
-     ("a library", 110, "info")],
+     ("a library", 110, "info"), ("a class with a hook", 110, "info")],
 )  # fmt: skip
 def test_param_unused_fires_louder_where_a_layer_is_called_for_nothing(of: str, steps: int, severity: str) -> None:
     run = of_wasted(of, steps)

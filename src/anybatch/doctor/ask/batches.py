@@ -170,6 +170,14 @@ def about_numberings(kept: Kept, run: Run) -> Iterator[Probed]:
                 yield told("numbering", **seen, trained=one[key], read=other[key])
 
 
+def about_first_nan(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Which operation made the first nan of data that are prepared within a step."""
+    found = kept.breaking.found
+    if found is not None:
+        seen: dict[str, Any] = {"entries": found.entries, "of": found.of, "least": found.least, "most": found.most}
+        yield told("first nan", found, op=found.op, value=kept.breaking.value, **seen)
+
+
 def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:
     count = min(_SAMPLES, len(dataset))
     samples = [dataset[place * len(dataset) // count] for place in range(count)]

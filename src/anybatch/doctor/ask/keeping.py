@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from anybatch.doctor.ask.breaking import FirstNan
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
+from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.alongside import Redraws
 from anybatch.doctor.samples.draws import Streams
-from anybatch.doctor.samples.inputs import mark, marks, some_of, standardised, stds_of, versions_of
+from anybatch.doctor.samples.inputs import has_rows, is_scaled, mark, marks, some_of, stds_of, versions_of
 from anybatch.doctor.samples.rows import Rows
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
@@ -32,7 +34,7 @@ _MOST_LOSSES = 64
 _MOST_NETS = 24
 _MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
-_MOST_ROWS, _SOME = 64, 16  # of an input that are compared with its first, and that are looked for
+_MOST_ROWS = 64  # of an input that are compared with its first
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
@@ -191,10 +193,11 @@ class Kept:
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
         self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []  # with whether the order is drawn
         self.streams, self.sampling, self.redraws, self.rows = Streams(), Sampling(), Redraws(), Rows()
+        self.breaking = FirstNan()
+        self._left: list[SafeMode] = []  # modes that are still on, and do nothing
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._is_late = False  # whether it began when those of all optimizers that have stepped were there
-        self._left: list[Tape] = []  # whose modes are still on, and do nothing
         self._trained: dict[int, tuple[int, int]] = {}  # by root the first step of its training, and how many tapes
         self._written: dict[int, int] = {}  # how many steps of each optimizer that steps were written down
         self._before: dict[str, Any] | None = None
@@ -284,8 +287,8 @@ class Kept:
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
-            scaled = first.is_floating_point() and _is_scaled(first)
-            known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
+            scaled = first.is_floating_point() and is_scaled(first)
+            known = scaled and has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
             stds, seen = stds_of(first, _OF_A_PICTURE), (scaled, known, not first.is_floating_point(), grad)
             found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), *seen, stds=stds))
 
@@ -368,7 +371,12 @@ class Kept:
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
         is_looked_at = self._sampled() or 0 in self._written.values()  # an optimizer may step after many of another
-        if self.on and is_looked_at and module.training and torch.is_grad_enabled() and not is_transformed():
+        can = self.on and module.training and torch.is_grad_enabled() and not is_transformed()
+        if can and self.breaking.left:
+            self.stop()
+            if not has_compiled():
+                self.breaking.start()
+        elif can and is_looked_at:
             is_late = bool(self._written) and min(self._written.values()) >= _ENOUGH
             if is_late and not self._waits(module):
                 return
@@ -425,6 +433,11 @@ class Kept:
             if len(self._tape.losses) > _MOST_LOSSES:  # where nothing steps that torch knows
                 self.stop()
 
+    def look_on(self, value: str) -> None:
+        """Is told that the data have made the loss nan or inf: the next steps may show how."""
+        if self.on:
+            self.breaking.look(value)
+
     def _see_call(self, function: Function) -> None:
         """Has the next forward of a function of the user's seen, with what it is given."""
         called = self._guarded(function.called)
@@ -437,6 +450,9 @@ class Kept:
 
     def stepping(self, optimizer: int, weights: Iterable[torch.Tensor]) -> None:
         """Is told that an optimizer is about to step its weights, with which a tape ends."""
+        if self.breaking.left and self.breaking.stepped():
+            self._left.append(self.breaking)
+            self.leave()
         tape, self._tape = self._tape, None
         if self._written and optimizer not in self._written and len(self._written) < _MOST_PHASES:
             self._trained.clear()
@@ -490,15 +506,14 @@ class Kept:
 
     def stop(self) -> None:
         """Ends what is going on."""
-        if self._tape is not None:
-            self._left.append(self._tape)
-            self._tape = None
+        self._left += [self.breaking] if self._tape is None else [self._tape, self.breaking]
+        self._tape = None
         self.leave()
 
     def leave(self) -> None:
         """Ends what could not be ended before, such as within a backward."""
         if self._left:
-            self._left = [tape for tape in self._left if not tape.stop()]
+            self._left = [mode for mode in self._left if not mode.stop()]
 
     def evaluated(self, root: int, target: Any) -> None:
         """Is given the targets of a loss without a gradient, of a net in evaluation."""
@@ -553,29 +568,6 @@ def _numbers(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) is dict:
         for one in value.values():
             yield from _numbers(one)
-
-
-@unseen
-def _is_scaled(table: torch.Tensor) -> bool:
-    """Whether each column of a table that varies has mean 0 and deviation 1, as no part of a scaled one has."""
-    if table.dim() != 2:
-        return False
-    for columns in (table[:, :: max(1, table.shape[1] // 8)], table):  # a few mostly tell
-        exact, of, _ = standardised(columns)
-        varied = of - int((columns == columns[:1]).all(0).sum()) if of else -1
-        if exact != varied:
-            return False
-    return varied > 1
-
-
-@unseen
-def _has_rows(table: torch.Tensor, batches: Sequence[torch.Tensor]) -> bool:
-    """Whether rows of the training, perhaps with some noise, are those of a table; also where none are known."""
-    rows = next((one[:_SOME].to(table) for one in batches if one.shape[1:] == table.shape[1:]), None)
-    if rows is None:
-        return True
-    between = torch.cdist(table[:_SOME], table).kthvalue(2).values.median()
-    return bool((torch.cdist(rows, table).min(1).values <= between / 2).float().mean() > 0.5)
 
 
 def numberings(dataset: Any) -> dict[str, dict[Any, int]]:

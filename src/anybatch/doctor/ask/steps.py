@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, replay
-from anybatch.doctor.ask.trials import FAILURES, Unknown, as_it_is, told
+from anybatch.doctor.ask.tape import LEAST_ROWS, Loss, Operation, Replay, Slot, Tape, Values, as_it_is, replay
+from anybatch.doctor.ask.trials import FAILURES, Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.tensors.randomness import seed

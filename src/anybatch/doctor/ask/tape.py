@@ -36,12 +36,18 @@ _NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_
 
 
 _KINDS = {
-    "true_divide": "div", "__truediv__": "div", "__rsub__": "rsub", "__iadd__": "add_", "__isub__": "sub_",
+    **dict.fromkeys(("true_divide", "__truediv__", "__rtruediv__", "__rdiv__"), "div"),
+    "__rsub__": "rsub", "__iadd__": "add_", "__isub__": "sub_",
     **{f"__{one}__": one for one in ("add", "sub", "mul", "pow", "matmul", "abs", "neg", "ne")},
     **{f"__r{one}__": one for one in ("add", "mul")},
 }  # fmt: skip
 _TAKING = frozenset({"__getitem__", "index_select"})
 _MADE_OF_DATA = frozenset({"tensor", "as_tensor", "from_numpy"})
+
+
+def kind_named(name: str) -> str:
+    """The name of a function that does what an operator of a name does."""
+    return _KINDS.get(name, name)
 
 
 class Slot(int):
@@ -69,7 +75,7 @@ class Operation:
     @property
     def kind(self) -> str:
         """Its name, that of the function where it is an operator."""
-        return _KINDS.get(self.name, self.name)
+        return kind_named(self.name)
 
     @property
     def written(self) -> list[Slot]:
@@ -304,6 +310,11 @@ def is_freed(tensor: torch.Tensor) -> bool:
     """Whether its storage was resized to nothing, as FSDP does; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def as_it_is(one: Any) -> Any:
+    """The same."""
+    return one
 
 
 Values = dict[Slot, torch.Tensor]

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import flat, map_leaves
-from anybatch.doctor.ask.tape import is_freed
+from anybatch.doctor.ask.tape import as_it_is, is_freed
 from anybatch.doctor.paths import Preserved
 from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.doctor.sites import Running
@@ -289,11 +289,6 @@ class _Alone(Mode):
         if "c10d" in func.namespace:
             raise RuntimeError("the model waits for other processes")
         return func(*args, **(kwargs or {}))
-
-
-def as_it_is(one: Any) -> Any:
-    """The same."""
-    return one
 
 
 @contextmanager

@@ -151,7 +151,8 @@ def _repeated(module: nn.Module) -> int:
 def _options(module: nn.Module) -> dict[str, Any]:
     named = [entry for entry in vars(module).items() if entry[0] not in ("training", "requires_grad")]
     plain = [(name, value) for name, value in named if not name.startswith("_") and _is_plain(value)]
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain[:_MOST_OPTIONS]}
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in plain[:_MOST_OPTIONS]}
+    return found | {"hooked": True} if module._forward_hooks else found
 
 
 def _is_plain(value: Any) -> bool:

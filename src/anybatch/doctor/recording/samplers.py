@@ -23,7 +23,7 @@ from anybatch.doctor.samples.suspicion import Suspicion
 from anybatch.doctor.samples.walking import LiveGraphs, Walker
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
-from anybatch.records.samples import InputSample
+from anybatch.records.samples import InputSample, NonFinite
 
 MARKED = 8
 """Steps that are not sampled of which one has its graphs followed."""
@@ -136,6 +136,12 @@ class Samplers:
         if sampler is not None:
             self.safely("activations", self._running.enter_context, sampler.attached())
 
+    def _not_a_number(self, loss: torch.Tensor, *, sampled: bool, scaled: bool) -> NonFinite | None:
+        found = self.nonfinite.at_backward(loss, sampled=sampled, scaled=scaled)
+        if found is not None and found.where == "input":
+            self.kept.look_on(found.value)
+        return found
+
     def _look_again(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Looks at the inputs alone of one more call in a step."""
         calls, trains = self._sampled_roots[root]
@@ -190,7 +196,7 @@ class Samplers:
                 self.safely("writes by hand", self._writes.before_backward)
             if into_grad:
                 self.safely("live graphs", self._live.add, loss, step)
-            self._measure("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled)
+            self._measure("nonfinite", self._not_a_number, loss, sampled=sampled, scaled=scaled)
             if into_grad:
                 self._measure("suspicion", self._suspicion.before_backward, loss)
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:

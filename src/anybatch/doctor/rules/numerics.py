@@ -10,7 +10,7 @@ from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import LEARNS_NOTHING, NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
-from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
+from anybatch.doctor.views.naming import near, parameter_name, qualified, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, loss_grew, measured
 from anybatch.records.events import Backward, Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed, Walk
@@ -289,6 +289,10 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
     if made is not None:
         yield _of_a_buffer(run, first, made)
         return
+    shown = next(iter(run.answers("first nan")), None) if first.where == "input" else None
+    if shown is not None:
+        yield _of_data(run, first, shown)
+        return
     yield _not_finite(
         run,
         first,
@@ -314,6 +318,26 @@ def _of_a_buffer(run: Run, bad: NonFinite, probed: Probed) -> Found:
         since=bad,
         module=(probed.root, ""),
         evidence={"where": "buffer", "buffers": count + 1, "op": bad.op},
+    )
+
+
+def _of_data(run: Run, bad: NonFinite, shown: Probed) -> Found:
+    """A number that an operation without a gradient made, which was seen when a step was run again."""
+    seen = shown.evidence
+    op, least = str(seen["op"]), float(seen["least"])
+    given = "a divisor" if op == "div" else "inputs"
+    repaired = _repair(run, replace(bad, where="forward", op=op.title().replace("_", "")))
+    look = f"look first why its input goes down to {least:.4g}" if least < 0 else "look first why its input is such"
+    step = bad.step - bad.late
+    return Found(
+        text=f"{op}{near(shown)} gives {seen['value']} in {seen['entries']:,} of {seen['of']:,} entries, for {given} "
+        f"between {least:.4g} and {seen['most']:.4g}: from there it reaches the loss, first at step {step}.",
+        fix=repaired if repaired == _ANOMALY else f"{repaired}; {look}",
+        cause="No gradient passes through it: it is part of how inputs, targets or weights of the loss are prepared.",
+        since=bad,
+        step=step,
+        where=(shown.file, shown.line),
+        evidence={"where": "data", "op": op, "entries": seen["entries"], "least": least, "step": step},
     )
 
 

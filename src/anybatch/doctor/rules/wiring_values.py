@@ -386,14 +386,18 @@ def _idle(run: Run, uncalled: dict[int, set[str]]) -> list[int]:
 
 
 def _is_computed(run: Run, one: ParameterFacts) -> bool:
-    """Whether a class of the user's calls the module of a parameter: those of libraries have spare parts."""
+    """Whether a class of the user's calls the module of a parameter, and for what it gives.
+
+    Those of libraries have spare parts; and where a hook takes what is needed, the call goes on to the end.
+    """
     samples = [each for each in run.of(Activations) if each.root == one.root]
     called = sum(any(unit.module == one.module for unit in each.modules) for each in samples)
     modules = {each.name: each for each in run.roots[one.root].modules}
     within = one.module.rpartition(".")[0]
     while within and within in modules and modules[within].kind == "container":
         within = within.rpartition(".")[0]
-    return bool(one.module) and called > 1 and within in modules and bool(modules[within].file)
+    hooked = any(each.options.get("hooked") and name.startswith(within) for name, each in modules.items())
+    return bool(one.module) and called > 1 and within in modules and bool(modules[within].file) and not hooked
 
 
 def _is_of_the_last_block(run: Run, number: int, idle: list[int]) -> bool:

@@ -210,7 +210,7 @@ def decay_dominates(
         is_late = (
             one.faded is not None and one.faded.early and rate < share
         )  # no gradient held against it from the start
-        if not strong or last > rest * first or first == 0 or is_late:
+        if not strong or not last <= rest * first or first == 0 or is_late:  # nan is no shorter length
             continue
         falls = losses.fell and not _stands(losses)
         strength = f"takes {rate:.2g} of the weights at each step"
