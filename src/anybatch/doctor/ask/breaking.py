@@ -52,7 +52,7 @@ class FirstNan(SafeMode):
         self.left, self.value = _MOST_STEPS, "nan" if value == "nan" else "inf"
 
     def stepped(self) -> bool:
-        """Is told of a step; whether it was the last."""
+        """Is notified of a step; whether it was the last."""
         self.left = 0 if self.found or self.failed else max(0, self.left - 1)
         self._made.clear()
         return not self.left
