@@ -108,6 +108,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "reseeded": {"generator": "np.random", "value": "self.seed", "times": 12},
     "turned list": {"name": "returns"},
+    "backward list": {"name": "advantages"},
     "turned volume": {"loss": -4.2, "turned": 7.8},
     "flat scores": {"op": "cross_entropy", "scale": 0.1, "guess": 5.5, "best": 5.4, "width": 256},
     "evaluated apart": {"place": 9, "of": 9, "rows": 3000, "trained": 0.8, "evaluated": 0.05, "telling": 7},

@@ -78,3 +78,9 @@ def test_sched_never_stepped_fires_and_says_at_which_rate() -> None:
 
 def test_sched_never_stepped_is_quiet_without_an_answer() -> None:
     both("unstepped", "SCHED_NEVER_STEPPED")
+
+
+def test_rows_torn_names_a_list_that_is_never_reversed() -> None:
+    found = fires(asked("backward list", "yes").run(), "ROWS_TORN", "warning")
+    assert found.fix.startswith("advantages.reverse()")
+    assert "never reversed" in found.message

@@ -39,6 +39,10 @@ _NOT_AS_NAMED = re.compile(r"neg|minus|inv|adv|attack|-|1 ?/", re.I)
 _LOW, _HIGH = re.compile(r"worst|low|min", re.I), re.compile(r"worst|high|max", re.I)
 _WAITS = re.compile(r"wait|patien|counter|stale|bad|no_improv|since", re.I)
 _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
+_REVERSAL = re.compile(
+    r"\breversed\(|::\s*-1\]|\.reverse\(|flip\w*\(|,\s*-1,\s*-1\)|insert\(0,|\.pop\(|- 1 - \w+\]|-\w+ - 1\]"
+)
+_REDUCING = frozenset({"sum", "mean", "fmean", "max", "min", "len", "std", "median"})
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
@@ -191,10 +195,12 @@ def _functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a list is turned round in the loop that fills it."""
+    """Whether a list is turned round in the loop that fills it, or never, where that goes back in time."""
     for file, tree in scripts(run):
         for name, line in turned_lists(tree):
             yield told("turned list", Line(file, line), name=name)
+        for name, line in backward_lists(tree):
+            yield told("backward list", Line(file, line), name=name)
 
 
 def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -219,6 +225,47 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
+
+
+def backward_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Lists of discounted sums to which a loop from the last step to the first appends, in a file that turns none.
+
+    Example:
+        >>> text = "for r in reversed(rewards):\\n  R = r + gamma * R\\n  returns.append(R)\\nlearn(returns)"
+        >>> list(backward_lists(ast.parse(text)))
+        [('returns', 3)]
+        >>> list(backward_lists(ast.parse(text + "\\nreturns.reverse()")))
+        []
+    """
+    loops = [one for one in walked(tree) if isinstance(one, ast.For) and _REVERSAL.search(ast.unparse(one.iter))]
+    heads = {id(node) for loop in loops for node in walked(loop.iter)}
+    turns = (one for one in walked(tree) if id(one) not in heads and isinstance(one, (ast.Call, ast.Subscript)))
+    if any(_REVERSAL.search(ast.unparse(one)) for one in turns):
+        return
+    for loop in loops:
+        carried = {target.id for one in walked(loop) for target, value in _assigned(one)
+                   if isinstance(target, ast.Name) and target.id in _loaded(value)}  # fmt: skip
+        done = [one for one in walked(loop) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+                and one.func.attr == "append" and len(one.args) == 1]  # fmt: skip
+        # what else is appended has the same order
+        is_sums = all(carried & set(_loaded(one.args[0])) for one in done) and _discounts(loop, literals=True)
+        for one in done if is_sums else ():
+            name = ast.unparse(one.func).removesuffix(".append")
+            if isinstance(one.args[0], ast.Name) and not _is_only_reduced(tree, name):
+                yield name, one.lineno
+
+
+def _is_only_reduced(tree: ast.Module, name: str) -> bool:
+    """Whether a list is read for its sum, its mean or the like alone, for which its order is nothing."""
+    calls = [one for one in walked(tree) if isinstance(one, ast.Call)]
+    reducing = [each for one in calls if ast.unparse(one.func).rpartition(".")[2] in _REDUCING for each in one.args]
+    appending = [one.func for one in calls if ast.unparse(one.func) == f"{name}.append"]
+
+    def read(nodes: list[Any]) -> set[int]:
+        return {id(each) for one in nodes for each in walked(one) if ast.unparse(each) == name
+                and isinstance(getattr(each, "ctx", None), ast.Load)}  # fmt: skip
+
+    return read([tree]) == read(reducing) | read(appending)
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:
