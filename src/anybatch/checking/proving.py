@@ -124,9 +124,7 @@ class Proofs:
             if task.is_planned and not reducer.is_shared:
                 raise Unproved  # so that a plan for other operations comes before their proof
         known = own.known
-        holds = known is not None and (
-            known.group == known.unit == 1 or known.holds_for(part.samples for part in parts)
-        )
+        holds = known is not None and (known.group == known.unit == 1 or known.holds_for(p.samples for p in parts))
         if splits and (own.batches < _EACH or not own.batches % _AGAIN):
             is_known = not holds or not self._operations
             task.on_loss = functools.partial(self._saw, own, (is_known, reducer.is_shared, task.splittable.noted))
