@@ -75,6 +75,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
     "drowning weights": {"weight": 500.0, "loss_share": 0.998, "targets": 0.58},
     "positive weights": {"most_targets": 119, "most_weight": 1.0, "least_targets": 9, "least_weight": 0.08},
+    "frozen statistics": {"norms": 3, "apart": 13.2, "loss": 1.43, "other": 0.153},
     "first nan": {"op": "log", "value": "nan", "entries": 1, "of": 32, "least": -0.1, "most": 2.0},
     "numbering": {"name": "Ratings.ids", "moved": 110, "shared": 120, "key": "alien", "trained": 3, "read": 17},
     "pooled channels": {"op": "max", "channels": 64, "places": 128},

@@ -84,3 +84,13 @@ def test_rows_torn_names_a_list_that_is_never_reversed() -> None:
     found = fires(asked("backward list", "yes").run(), "ROWS_TORN", "warning")
     assert found.fix.startswith("advantages.reverse()")
     assert "never reversed" in found.message
+
+
+def test_frozen_statistics_fires_with_what_a_copy_reaches() -> None:
+    found = fires(asked("frozen statistics", "yes").run(), "FROZEN_STATISTICS", "warning")
+    assert "(3 in this step)" in found.message
+    assert "0.153 with the statistics of the batch, and 1.43 with these" in found.message
+
+
+def test_frozen_statistics_is_quiet_without_an_answer() -> None:
+    both("frozen statistics", "FROZEN_STATISTICS")

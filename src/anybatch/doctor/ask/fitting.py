@@ -43,6 +43,9 @@ _MOST_SUMMANDS = 4
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm")
 _MOST_LAYERS, _MOVED, _UNMOVED = 8, 1e-4, 1e-6  # the last ones, and parts of the loss
 _RATE, _LEAST_USUAL = 3e-3, 1e-5
+_OTHER_DATA = 2.0  # deviations, or times as large
+_OF_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_STATISTICS = _OF_NORM[:3]
 _RECURRENT, _SUMMING = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"}), frozenset({"add", "add_", "sub", "rsub"})
 _NOISE = frozenset({"randn", "randn_like", "rand", "rand_like", "normal_"})
 _ADDING, _MEANS = frozenset({"add", "add_"}), frozenset({"mean", "sum"})
@@ -314,6 +317,44 @@ def scaled(step: Step) -> Iterator[Probed]:
         start = step.kept.first_of(step.tape)
         ends += [fitted(step, start, kind([*start.values()], lr=max(rates), **options), change=change)[1]]
     yield said(answer="yes" if ends[1] < _FITTED * ends[0] else "no", loss=ends[0], scaled=ends[1])
+
+
+@asks("frozen statistics")
+def frozen_statistics(step: Step) -> Iterator[Probed]:
+    """Whether a batch is learned where norms take its statistics, and not with the running ones of other data."""
+    norms = {id(one): given for one in step.used("batch_norm") if (given := _of_norm(one))["training"] is False}
+    apart = [_apart(*(step.values[given[name]].detach() for name in _STATISTICS)) for given in norms.values()]
+    if not norms or max(apart) < _OTHER_DATA:
+        yield said(answer="no")
+    kind, options, rates = _made(step)
+    changed = dict.fromkeys(_STATISTICS[1:]) | {"training": True}
+    operations = [replace(one, args=(), kwargs=norms[id(one)] | changed) if id(one) in norms else one
+                  for one in step.tape.operations]  # fmt: skip
+    tape = step.tape.changed(operations)
+    tape.losses, tape.rows = step.tape.losses, step.tape.rows
+    other = Step(tape, step.optimizer, step.kept, step.run, step.modules, step.until)
+    ends: list[float] = []
+    for one in (step, other):
+        start = step.kept.first_of(step.tape)
+        ends.append(fitted(one, start, kind([*start.values()], lr=max(rates), **options))[1])
+    where = next(one for one in step.used("batch_norm") if id(one) in norms)
+    is_better = math.isfinite(ends[1]) and ends[1] < _FITTED * ends[0]
+    seen: dict[str, Any] = {"norms": len(norms), "apart": max(apart), "loss": ends[0], "other": ends[1]}
+    yield said(where, answer="yes" if is_better else "no", **seen)
+
+
+def _of_norm(norm: Operation) -> dict[str, Any]:
+    """The arguments of a batch norm by name; none that are of use where it keeps no statistics."""
+    given: dict[str, Any] = dict(zip(_OF_NORM, norm.args, strict=False)) | norm.kwargs
+    return given if all(isinstance(given.get(name), Slot) for name in _STATISTICS) else given | {"training": True}
+
+
+def _apart(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> float:
+    """How far the means of most channels are from the running ones, in their deviations, or how many times as large."""
+    spread = x.transpose(0, 1).flatten(1)
+    std, own = variance.sqrt().clamp_min(1e-6), spread.std(1).clamp_min(1e-6)
+    shift, ratio = (spread.mean(1) - mean).abs() / std, (own / std).log().abs().exp()
+    return float(torch.maximum(shift, ratio).median())
 
 
 def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, float]:
