@@ -16,9 +16,10 @@ __all__ = ["nothing_was_compiled"]
 def tuned(scale: float, *, frozen: bool = True, affine: bool = True) -> None:
     """Trains a head on a frozen body that knows data of mean 0 and deviation 1."""
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, affine=affine), nn.Tanh())
+    first = nn.Linear(8, 32)
+    body = nn.Sequential(first, nn.BatchNorm1d(32, affine=affine), nn.Tanh())
     with torch.no_grad():
-        body[0].weight.mul_(2)
+        first.weight *= 2
         for _ in range(100):
             body(torch.randn(64, 8))
     net = nn.Sequential(body, nn.Linear(32, 3))
